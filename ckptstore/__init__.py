@@ -1,0 +1,58 @@
+"""Checkpoints that cost the training job nothing to save and seconds to recover.
+
+The names below are loaded when first used, so that the agent, a process of its own, never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import Settings as Settings
+    from .load.report import LoadReport as LoadReport
+    from .save.handle import SaveHandle as SaveHandle
+    from .state import PerRank as PerRank
+    from .state import Rank0 as Rank0
+    from .state import Sharded as Sharded
+    from .store import CheckpointStore as CheckpointStore
+    from .store import load as load
+    from .store import save as save
+    from .store import wait as wait
+
+from ._version import __version__ as __version__
+
+_HOME = {
+    "CheckpointStore": "store",
+    "save": "store",
+    "load": "store",
+    "wait": "store",
+    "Settings": "config",
+    "SaveHandle": "save.handle",
+    "LoadReport": "load.report",
+    "Sharded": "state",
+    "PerRank": "state",
+    "Rank0": "state",
+    "errors": "errors",
+}
+_ERRORS = (
+    *("CheckpointError", "ConfigError", "StateError", "UnsupportedValue", "ReplicaMismatch", "StateMismatch"),
+    *("LineageError", "StepExists", "Superseded", "StepNotFound", "SaveFailed", "StorageFull", "AgentLost"),
+    *("OutcomeUnknown", "CorruptCheckpoint", "LoadIncomplete", "WaitTimeout"),
+)
+_HOME |= dict.fromkeys(_ERRORS, "errors")
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+    value = module if name == "errors" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

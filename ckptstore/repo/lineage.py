@@ -1,0 +1,140 @@
+"""Which checkpoints are this store's history: runs in order, each resumed from a step of what was visible before it.
+
+``visible(run n) = commits of run n  +  what was visible before it, up to the step it resumed from``. What a run left
+behind by a later resume is abandoned: hidden from `latest`, kept until pruned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from backends.base import Backend
+from backends.errors import NotFound
+
+from ..errors import CorruptCheckpoint, StepNotFound
+from ..format import commit as commits
+from ..format import document, keys
+from ..format.commit import Aborted, Commit
+from ..format.keys import Slot
+
+_READERS = 16  # commits read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One start of a job that saves. `resumed_from` is the step it went on from, None for a start from scratch."""
+
+    number: int
+    id: str
+    resumed_from: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    runs: tuple[Run, ...]  #: in order of their numbers
+    slots: tuple[Slot, ...]  #: every slot there is, commit or aborted, visible or not
+
+    def visible(self) -> list[Slot]:
+        """The slots of the newest run's lineage: highest step first, and of one step the newest run first."""
+        seen: list[Slot] = []
+        for run in self.runs:
+            limit = run.resumed_from
+            seen = [slot for slot in seen if limit is not None and slot.step <= limit]
+            seen += [slot for slot in self.slots if slot.run == run.number]
+        return sorted(seen, reverse=True)
+
+    def outran(self, slot: Slot) -> Run | None:
+        """The newer run, if any, that resumed before this slot's step and so leaves it out of the history."""
+        newer = (run for run in self.runs if run.number > slot.run)
+        return next((run for run in newer if run.resumed_from is None or run.resumed_from < slot.step), None)
+
+
+async def read(backend: Backend) -> History:
+    """The store's runs and slots, by listing.
+
+    :raises CorruptCheckpoint: a run's document is not what was written.
+    """
+    slots = [slot async for info in backend.list(keys.COMMITS) if (slot := keys.parse_slot(info.key))]
+    return History(tuple(await read_runs(backend)), tuple(slots))
+
+
+async def read_runs(backend: Backend) -> list[Run]:
+    numbers = [n async for info in backend.list(keys.RUNS) if (n := keys.parse_run(info.key)) is not None]
+    return list(await asyncio.gather(*(_read_run(backend, number) for number in sorted(numbers))))
+
+
+async def _read_run(backend: Backend, number: int) -> Run:
+    key = keys.run_key(number)
+    body = document.decode(await backend.get(key, limit=document.LIMIT), key, "run")
+    resumed = body.get("resumed_from")
+    if not isinstance(body.get("id"), str) or not (resumed is None or isinstance(resumed, int)):
+        raise CorruptCheckpoint(f"{key}: a run with a wrong field")
+    return Run(number, body["id"], resumed)
+
+
+def encode_run(run: Run) -> bytes:
+    return document.encode("run", {"id": run.id, "resumed_from": run.resumed_from})
+
+
+async def read_slot(backend: Backend, slot: Slot) -> Commit | Aborted | None:
+    """What the slot holds, None while it is empty.
+
+    :raises CorruptCheckpoint: it holds something else.
+    """
+    try:
+        return commits.decode(await backend.get(slot.key, limit=document.LIMIT), slot)
+    except NotFound:
+        return None
+
+
+async def newest_first(backend: Backend, history: History) -> AsyncIterator[Commit | CorruptCheckpoint]:
+    """The checkpoints of the lineage, newest step first, one a step; a slot that does not verify comes as its error."""
+    last = None
+    for slot in history.visible():
+        if slot.step == last:
+            continue
+        try:
+            found = await read_slot(backend, slot)
+        except CorruptCheckpoint as error:
+            yield error
+            continue
+        if isinstance(found, Commit):
+            last = slot.step
+            yield found
+
+
+async def steps(backend: Backend) -> list[Commit]:
+    """The checkpoints of the lineage, lowest step first; what does not verify is left out."""
+    history = await read(backend)
+    gate = asyncio.Semaphore(_READERS)
+
+    async def one(slot: Slot) -> Commit | None:
+        async with gate:
+            try:
+                found = await read_slot(backend, slot)
+            except CorruptCheckpoint:
+                return None  # `verify` and `load` are where this is told
+        return found if isinstance(found, Commit) else None
+
+    found = await asyncio.gather(*(one(slot) for slot in history.visible()))
+    newest: dict[int, Commit] = {}
+    for commit in found:
+        if commit is not None:
+            newest.setdefault(commit.attempt.step, commit)
+    return sorted(newest.values(), key=lambda commit: commit.attempt.step)
+
+
+async def find(backend: Backend, step: int) -> Commit:
+    """The checkpoint of this step in the lineage.
+
+    :raises StepNotFound: there is none. :raises CorruptCheckpoint: its commit does not verify.
+    """
+    history = await read(backend)
+    slots = [slot for slot in history.visible() if slot.step == step]
+    for slot in slots:
+        found = await read_slot(backend, slot)
+        if isinstance(found, Commit):
+            return found
+    raise StepNotFound(f"no checkpoint of step {step} in {backend.url}; steps() lists those there are")

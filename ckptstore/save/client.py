@@ -1,0 +1,235 @@
+"""The trainer's side of its agent: starts it, hands it snapshots, starts another if it dies, hears how saves end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from backends import sharedmem
+
+from ..agent import wire
+from ..agent.submission import RankPlan
+from ..config import Settings
+from ..errors import AgentLost, CheckpointError, by_name
+from ..format.keys import Attempt
+from ..repo.runs import Started
+from .handle import SaveHandle
+from .snapshot import Buffer
+
+log = logging.getLogger("ckptstore")
+
+START_SECONDS = 20.0  #: how long an agent may take until it answers
+_POLL = 0.01
+
+
+@dataclass(eq=False)
+class Pending:
+    """A save that has not ended, with all that another agent would need to take it over."""
+
+    run: Started
+    plan: RankPlan
+    message: wire.Message
+    buffer: Buffer
+    handle: SaveHandle
+
+
+@dataclass(eq=False)
+class AgentClient:
+    """One rank's line to its node's agent."""
+
+    url: str
+    settings: Settings
+    release: Callable[[Buffer], None]
+    settle: Callable[[Attempt, CheckpointError], CheckpointError | None]  #: of a save that no agent will finish
+    agent_pid: int | None = None
+    _pending: dict[int, Pending] = field(default_factory=dict)
+    _socket: socket.socket | None = None
+    _sent_plan: tuple[int, str] | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _closing: bool = False
+    _reader: threading.Thread | None = None
+    _inprocess: threading.Thread | None = None
+
+    def submit(self, pending: Pending) -> None:
+        """Hand over a snapshot. Whatever goes wrong ends up in its handle."""
+        with self._lock:
+            self._pending[pending.message["attempt"][1]] = pending
+            try:
+                self.ensure()
+            except CheckpointError as error:
+                self._fail_all(error)
+                return
+            if self._socket is not None:
+                try:
+                    self._send(pending)
+                except OSError:
+                    log.info("the agent went away; the reader will submit again")
+
+    def ensure(self) -> None:
+        """Have an agent. :raises AgentLost: none could be started. :raises ConfigError: the runtime folder is bad."""
+        with self._lock:
+            if self._reader is not None and self._reader.is_alive():
+                return
+            self._install(*self._connect())
+            self._reader = threading.Thread(target=self._read, name="ckptstore-outcomes", daemon=True)
+            self._reader.start()
+
+    def close(self) -> None:
+        """Say goodbye. Saves on their way go on, and their handles still hear how they end."""
+        with self._lock:
+            self._closing = True
+            if self._socket is None:
+                return
+            try:
+                sharedmem.send(self._socket, wire.pack({"type": "close"}))
+            except OSError:
+                log.info("the agent had ended before it was closed")
+        reader, inprocess = self._reader, self._inprocess
+        if reader is not None and not self._pending:
+            reader.join(5)
+        if inprocess is not None:  # it ends with this process, so let it finish
+            inprocess.join(self.settings.timeout)
+
+    def _send(self, pending: Pending) -> None:
+        assert self._socket is not None
+        if self._sent_plan != (pending.run.run.number, pending.plan.fingerprint):
+            run, plan = pending.run.to_json(), pending.plan.to_json()
+            message = {"type": "plan", "run": run["run"][0], "base": run["base"], "plan": plan}
+            sharedmem.send(self._socket, wire.pack(message))
+            self._sent_plan = (pending.run.run.number, pending.plan.fingerprint)
+        sharedmem.send(self._socket, wire.pack(pending.message), [pending.buffer.segment.fd])
+
+    def _install(self, connection: socket.socket, pid: int) -> None:
+        self._socket, self.agent_pid, self._sent_plan = connection, pid, None
+
+    def _connect(self) -> tuple[socket.socket, int]:
+        """A connection to an agent that has welcomed us, and the agent's process id."""
+        if self.url.startswith("memory:"):
+            from ..agent import inprocess
+
+            secret = os.urandom(16).hex()
+            connection, self._inprocess = inprocess.start(self.url, secret)
+            return connection, self._greet(connection, secret)
+        place = wire.meeting(self.settings.runtime_dir.absolute(), self.url)
+        deadline, started = time.monotonic() + START_SECONDS, -1e9
+        problem = "it did not come up"
+        while time.monotonic() < deadline:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                connection.settimeout(START_SECONDS)
+                connection.connect(os.fspath(place.socket))
+                sharedmem.check_peer(connection)
+                return connection, self._greet(connection, wire.secret(place))
+            except (FileNotFoundError, ConnectionError, EOFError, TimeoutError) as error:
+                connection.close()
+                problem = f"{type(error).__name__}: {error}"
+            except PermissionError as error:
+                connection.close()
+                raise AgentLost(f"{place.socket} belongs to somebody else: {error}") from error
+            if time.monotonic() - started > 2:
+                started = time.monotonic()
+                problem = self._start(place) or problem
+            time.sleep(_POLL)
+        raise AgentLost(f"no agent for {self.url} within {START_SECONDS:g} s ({problem}); see {place.log}")
+
+    def _start(self, place: wire.Meeting) -> str | None:
+        """Start an agent; if another serves already it ends by itself. Returns what went wrong, if anything."""
+        home = str(Path(__file__).resolve().parents[2])
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")])),
+            "CKPTSTORE_URL": self.url,
+            "CKPTSTORE_RUNTIME_DIR": str(place.socket.parent),
+            "CKPTSTORE_LOG_LEVEL": self.settings.log_level,
+        }
+        command = [sys.executable, "-P", "-m", "ckptstore.agent", "--detach"]
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, timeout=START_SECONDS, check=False)
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"{type(error).__name__}: {error}"
+        return done.stderr.decode(errors="replace").strip()[-500:] if done.returncode else None
+
+    def _greet(self, connection: socket.socket, secret: str) -> int:
+        environment = {name: value for name, value in os.environ.items() if name.startswith(wire.CREDENTIALS)}
+        settings = {
+            "timeout": self.settings.timeout,
+            "dedup_max_age": self.settings.dedup_max_age,
+            "agent_linger": self.settings.agent_linger,
+        }
+        hello = {"type": "hello", "version": wire.VERSION, "secret": secret, "url": self.url}
+        sharedmem.send(connection, wire.pack({**hello, "settings": settings, "environment": environment}))
+        data, _ = sharedmem.recv(connection, limit=wire.HELLO_LIMIT)
+        answer = wire.unpack(data)
+        if answer["type"] != "welcome":
+            connection.close()
+            raise AgentLost(f"the agent of {self.url} refused this trainer: {answer.get('message')}")
+        connection.settimeout(None)
+        return int(answer["pid"])
+
+    def _read(self) -> None:
+        """Hear from the agent until it is closed and nothing is pending; if it dies, find another."""
+        while True:
+            connection = self._socket
+            assert connection is not None
+            try:
+                while True:
+                    data, _ = sharedmem.recv(connection, limit=wire.LIMIT)
+                    if self._hear(wire.unpack(data)):
+                        connection.close()
+                        return
+            except (OSError, EOFError, ValueError) as error:
+                log.info("the agent's line ended: %s", error)
+            connection.close()
+            with self._lock:
+                self._socket = None
+                if self._closing and not self._pending:
+                    return
+            log.warning("the agent (process %s) is gone; %d saves go to a new one", self.agent_pid, len(self._pending))
+            try:
+                found = self._connect()  # without the lock: training goes on meanwhile
+            except CheckpointError as error:
+                with self._lock:
+                    self._reader = None  # the next save tries again
+                    self._fail_all(error)
+                return
+            with self._lock:
+                self._install(*found)
+                try:
+                    for _, pending in sorted(self._pending.items()):
+                        self._send(pending)
+                except OSError:
+                    log.info("that agent is gone too")
+
+    def _hear(self, message: wire.Message) -> bool:
+        """Act on a message. True: all is said."""
+        with self._lock:
+            pending = self._pending.get(message.get("ordinal", -1))
+            if message["type"] == "accepted" and pending is not None:
+                pending.handle.staged()
+            elif message["type"] == "outcome" and pending is not None:
+                del self._pending[message["ordinal"]]
+                self._end(pending, message)
+            elif message["type"] == "closed":
+                self._closing = True
+            return self._closing and not self._pending
+
+    def _end(self, pending: Pending, message: dict[str, Any]) -> None:
+        self.release(pending.buffer)
+        error = by_name(message["error"], message["message"]) if message["error"] else None
+        pending.handle.finish(error, message.get("stats"))
+
+    def _fail_all(self, error: CheckpointError) -> None:
+        lost = error if isinstance(error, AgentLost) else AgentLost(str(error))
+        for ordinal in list(self._pending):
+            pending = self._pending.pop(ordinal)
+            self.release(pending.buffer)
+            pending.handle.finish(self.settle(Attempt(*pending.message["attempt"]), lost))

@@ -1,0 +1,237 @@
+"""Save, from end to end: state -> slices -> plan -> snapshot -> agent."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from backends import open_backend
+from backends.base import Backend
+from backends.errors import BackendError
+
+from ..agent import commit as committing
+from ..agent import wire
+from ..agent.submission import key_to_json
+from ..config import Settings
+from ..errors import CheckpointError, ConfigError, OutcomeUnknown, StepExists, Superseded, UnsupportedValue
+from ..format.commit import Aborted, Commit
+from ..format.keys import Attempt
+from ..group import Group
+from ..loop import Loop
+from ..repo import runs
+from ..state import Captured, capture
+from .agreement import share_failure
+from .client import AgentClient, Pending
+from .digest import tensor_digest
+from .handle import SaveHandle
+from .planner import Planner, SavePlan
+from .snapshot import Pool, room_for
+
+T = TypeVar("T")
+log = logging.getLogger("ckptstore")
+
+_VALUES_LIMIT = 512 << 20  # bytes of plain values on one rank
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of save, as given."""
+
+    step: int
+    state: Mapping[str, object]
+    metrics: Mapping[str, Any] | None = None
+    overwrite: bool = False
+    pin: bool = False
+    per_rank: Sequence[str] = ()
+    rank0: Sequence[str] = ()
+
+
+class Saver:
+    """Phase one of this rank's saves, and the line to the agent, which does phase two."""
+
+    def __init__(self, url: str, backend: Backend, settings: Settings, group: Group, loop: Loop) -> None:
+        self.url, self.backend, self.settings, self.group, self.loop = url, backend, settings, group, loop
+        self.loaded: int | None = runs.NOT_LOADED  #: the step that the state came from
+        self.handles: list[SaveHandle] = []  #: of saves whose end nobody has been told
+        self._pool = Pool(settings.buffers, settings.host_memory)
+        self._client = AgentClient(url, settings, self._pool.give_back, self._settle)
+        self._planner: Planner | None = None
+        self._run: runs.Started | None = None
+        self._ordinal = 0
+        self._by_step: dict[int, SaveHandle] = {}
+
+    def save(self, request: Request) -> SaveHandle:
+        """See CheckpointStore.save."""
+        handle = SaveHandle(request.step, time.perf_counter())
+        self._report_failures()
+        metrics = None if request.metrics is None else json.loads(json.dumps(dict(request.metrics), allow_nan=False))
+        captured, plan, run = self._agree(request)
+        generation = self._generation(request.step, run, request.overwrite)
+        buffer = self._pool.take(room_for(plan, captured), self.settings.timeout, self._uploading)
+        try:
+            buffer.arrange(plan, captured)
+            buffer.fill(captured)
+            values = buffer.put_values(plan, captured)
+            self._ordinal += 1
+            message = {
+                "type": "submit",
+                "plan": plan.rank_plan.fingerprint,
+                "attempt": [run.run.number, self._ordinal, request.step, generation],
+                "values": [[v.name, v.rank, v.offset, v.length, v.owned, v.witness, v.across] for v in values],
+                "digests": self._large_digests(plan, captured),
+                "metrics": metrics,
+                "pin": request.pin,
+            }
+        except BaseException:
+            self._pool.give_back(buffer)
+            raise
+        self.handles.append(handle)
+        self._by_step[request.step] = handle
+        self._client.submit(Pending(run, plan.rank_plan, message, buffer, handle))
+        handle.left(plan.size)
+        self._pool.warm(buffer.segment.size)
+        return handle
+
+    def prepare(self, request: Request) -> None:
+        """See CheckpointStore.prepare."""
+        captured = self._capture_together(request, "prepare")
+        plan = self._make_plan(captured)
+        self._pool.warm(room_for(plan, captured))
+
+    def restart(self, loaded: int | None) -> None:
+        """The next save starts a new run, which goes on from step `loaded`."""
+        self.loaded, self._run = loaded, None
+        self._by_step.clear()
+
+    def start_run(self, step: int | None, overwrite: bool) -> runs.Started:
+        """Rank 0 registers the run; all ranks learn of it, or raise what it raised. Collective."""
+        mine = json.dumps([step, self.loaded, overwrite])
+        for rank, other in enumerate(self.group.gather(mine.encode())):
+            if other.decode() != mine:
+                ours = f"[step, step loaded, overwrite] is {mine} on rank {self.group.rank}"
+                raise ConfigError(f"ranks differ in what they save: {ours}, {other.decode()} on rank {rank}")
+        answer, failure = b"", None
+        if self.group.rank == 0:
+            try:
+                run = self.loop.run(runs.start(self.backend, step, self.loaded, overwrite))
+                answer = json.dumps(run.to_json()).encode()
+            except CheckpointError as error:
+                failure = error
+            except BackendError as error:
+                failure = ConfigError(f"{self.url} cannot be used: {error}")
+                failure.__cause__ = error
+        share_failure(self.group, failure)
+        return runs.Started.from_json(json.loads(self.group.gather(answer)[0]))
+
+    def close(self) -> None:
+        self._client.close()
+        self._pool.close()
+
+    def _agree(self, request: Request) -> tuple[Captured, SavePlan, runs.Started]:
+        """The state's slices, the plan and the run. Collective at a run's first save, and when the structure changed."""
+        if self._run is not None:
+            captured = self._capture(request)
+            planner = self._planner
+            if planner is not None and planner.current is not None and planner.fits(captured):
+                return captured, planner.current, self._run
+            return captured, self._make_plan(captured), self._run
+        captured = self._capture_together(request, "the first save")
+        plan = None if self._planner is None else self._planner.current
+        if self.group.any(self._planner is None or not self._planner.fits(captured)) or plan is None:
+            plan = self._make_plan(captured)
+        self._run = self.start_run(request.step, request.overwrite)
+        return captured, plan, self._run
+
+    def _capture_together(self, request: Request, purpose: str) -> Captured:
+        """The state's slices, and an agent; what any rank raises on the way, all raise. Collective."""
+        captured, failure = None, None
+        try:
+            captured = self._capture(request)
+            self._client.ensure()
+        except CheckpointError as error:
+            failure = error
+        self.group.meet(purpose, self.settings.timeout)
+        share_failure(self.group, failure)
+        assert captured is not None  # or its failure was raised
+        return captured
+
+    def _capture(self, request: Request) -> Captured:
+        captured = capture(request.state, rank=self.group.rank, per_rank=request.per_rank, rank0=request.rank0)
+        size = sum(len(value.data) for value in captured.values)
+        if size > _VALUES_LIMIT:
+            largest = max(captured.values, key=lambda value: len(value.data))
+            raise UnsupportedValue(
+                f"plain values of {size} bytes are too much ({_VALUES_LIMIT}); {largest.name!r} alone has "
+                f"{len(largest.data)}: give it as a tensor or numpy array"
+            )
+        return captured
+
+    def _make_plan(self, captured: Captured) -> SavePlan:
+        if self._planner is None:
+            runtime_dir = self.settings.runtime_dir.absolute()
+            wire.meeting(runtime_dir, self.url)
+            node = wire.node_identity(runtime_dir)
+            self._planner = Planner(self.group, node, self.settings.chunk_size, self.settings.timeout)
+        return self._planner.make(captured)
+
+    def _generation(self, step: int, run: runs.Started, overwrite: bool) -> int:
+        """The generation that this attempt fills. Every attempt of a step in a run has one of its own.
+
+        :raises StepExists: the step is stored, or about to be.
+        """
+        before = self._by_step.get(step)
+        stored = step in run.steps
+        if before is not None:  # how it ended is the same on all ranks
+            stored = before.exception(self.settings.timeout) is None
+        if stored and not overwrite:
+            raise StepExists(f"step {step} is in {self.url} already; overwrite=True replaces it")
+        run.steps[step] = run.steps.get(step, -1) + 1
+        return run.steps[step]
+
+    def _large_digests(self, plan: SavePlan, captured: Captured) -> list[Any]:
+        """Digests of large replicas, in every CHECK_REPLICAS-th save; the plan has compared them in the first."""
+        if not plan.large_replicas or self._ordinal % self.settings.check_replicas:
+            return []
+        tensors = {tensor.key: tensor.tensor for tensor in captured.tensors}
+        return [
+            [key_to_json(key), tensor_digest(tensors[key]).ljust(32, b"\0").hex(), across]
+            for key, across in plan.large_replicas
+        ]
+
+    def _settle(self, attempt: Attempt, error: CheckpointError) -> CheckpointError | None:
+        """End a save that no agent will finish: aborted, unless another node's agent has committed it already."""
+        content = Aborted(attempt, type(error).__name__, str(error))
+        try:
+            with closing(Loop()) as loop:  # the store may be closed by now
+                found = loop.run(_with_backend(self.url, lambda backend: committing.fill(backend, content)))
+        except (BackendError, CheckpointError) as unknown:
+            outcome = OutcomeUnknown(f"{error}; and whether {attempt.slot} stands cannot be read: {unknown}")
+            outcome.__cause__ = error
+            return outcome
+        return None if isinstance(found, Commit) else error
+
+    def _report_failures(self) -> None:
+        """Say what earlier saves ended with that nobody has been told."""
+        for handle in [handle for handle in self.handles if handle.done()]:
+            told, error = handle.observed, handle.exception(0)
+            if isinstance(error, Superseded):
+                raise error
+            self.handles.remove(handle)
+            if error is None or told:
+                continue
+            if self.settings.on_error == "raise":
+                raise error
+            log.warning("step %d was not saved: %s: %s", handle.step, type(error).__name__, error)
+
+    def _uploading(self) -> str:
+        return f"the upload of steps {[handle.step for handle in self.handles if not handle.done()]}"
+
+
+async def _with_backend(url: str, work: Callable[[Backend], Awaitable[T]]) -> T:
+    async with open_backend(url) as backend:
+        return await work(backend)
