@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Preemption:
     """One small all-reduce a step, in a group of its own: the only way that all ranks learn it at the same step."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self._group = Group(process_group)
+    def __init__(self, process_group: dist.ProcessGroup | None, timeout: float) -> None:
+        self._group = Group(process_group, timeout)
         self._told = False
         self._previous: Any = None
         self._installed = False

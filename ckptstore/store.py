@@ -45,8 +45,8 @@ class CheckpointStore:
             self._backend = open_backend(self.url)
         except InvalidURL as error:
             raise ConfigError(str(error)) from error
-        self.group = Group(process_group)
-        self._preemption = Preemption(process_group)
+        self.group = Group(process_group, self.settings.timeout)
+        self._preemption = Preemption(process_group, self.settings.timeout)
         self._loop = Loop()
         self._saver = Saver(self.url, self._backend, self.settings, self.group, self._loop)
         self._half_loaded: str | None = None
@@ -126,7 +126,8 @@ class CheckpointStore:
             if self._half_loaded != before:
                 self._half_loaded = f"{type(error).__name__}: {error}"
             raise
-        self._half_loaded = None
+        if report.step is not None:
+            self._half_loaded = None
         self._saver.restart(report.step)
         return report
 

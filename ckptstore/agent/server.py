@@ -10,19 +10,19 @@ import os
 import secrets
 import select
 import socket
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from backends import open_backend, sharedmem
 from backends.base import Backend
+from backends.errors import BackendError
 from backends.sharedmem import Segment
 
-from ..errors import CheckpointError, SaveFailed
-from ..format.commit import Aborted
+from ..errors import CheckpointError
 from ..format.keys import Attempt, Slot
-from . import commit as committing
+from ..repo import lineage
 from . import wire
 from .persist import Persister
 from .submission import RankPlan, Submission, SubmittedValue, key_from_json
@@ -55,6 +55,19 @@ class Gathering:
     expected: tuple[int, ...]
     got: dict[int, tuple[Submission, Client]] = field(default_factory=dict)
     deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def missing(self) -> list[int]:
+        return sorted(set(self.expected) - set(self.got))
+
+    def add(self, submission: Submission, client: Client) -> None:
+        before = self.got.pop(submission.plan.rank, None)
+        if before is not None:
+            before[0].segment.close()
+        self.got[submission.plan.rank] = submission, client
+
+
+Work = Callable[[Persister], Awaitable[dict[str, Any]]]  #: ends an attempt, and returns its statistics
 
 
 class Server:
@@ -119,7 +132,7 @@ class Server:
                 sharedmem.check_peer(connection)
                 pid = sharedmem.peer(connection)[0]
                 client = await asyncio.wait_for(self._greet(connection, pid), _HELLO_SECONDS)
-            except (OSError, EOFError, ValueError, KeyError, TimeoutError) as error:
+            except Exception as error:  # whoever it was, others go on being served
                 log.warning("a connection was refused: %s: %s", type(error).__name__, error)
                 return
             self.clients.add(client)
@@ -130,7 +143,9 @@ class Server:
                 await reading
             except asyncio.CancelledError:
                 log.info("trainer %d died", pid)
-            except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            except EOFError:
+                log.info("trainer %d closed its line", pid)
+            except Exception as error:  # it sent something wrong; others go on being served
                 log.warning("trainer %d: %s: %s", pid, type(error).__name__, error)
             finally:
                 self._leave(client)
@@ -149,10 +164,12 @@ class Server:
         if refusal:
             await sharedmem.asend(connection, wire.pack({"type": "refused", "message": refusal}))
             raise ValueError(refusal)
-        await sharedmem.asend(connection, wire.pack({"type": "welcome", "pid": os.getpid()}))
+        settings = {name: float(value) for name, value in hello["settings"].items()}
+        client = Client(connection, pid, settings, {str(k): str(v) for k, v in hello["environment"].items()})
         if self.linger is not None:
-            self.linger = float(hello["settings"]["agent_linger"])
-        return Client(connection, pid, hello["settings"], hello["environment"])
+            self.linger = settings["agent_linger"]
+        await sharedmem.asend(connection, wire.pack({"type": "welcome", "pid": os.getpid()}))
+        return client
 
     async def _listen(self, client: Client) -> None:
         while True:
@@ -162,8 +179,7 @@ class Server:
                 if message["type"] == "plan":
                     self._learn(client, message)
                 elif message["type"] == "submit":
-                    segment = Segment.adopt(fds.pop(0), writable=False)
-                    await self._take(client, message, segment)
+                    await self._take(client, message, fds)
                 elif message["type"] == "close":
                     client.closed = True  # it may stay to hear how its saves end
                     await self._tell(client, {"type": "closed"})
@@ -180,41 +196,64 @@ class Server:
         client.ranks.add((run, plan.rank))
         self.gone.discard((run, plan.rank))
 
-    async def _take(self, client: Client, message: wire.Message, segment: Segment) -> None:
+    async def _take(self, client: Client, message: wire.Message, fds: list[int]) -> None:
         attempt = Attempt(*message["attempt"])
         plan = client.plans[attempt.run, message["plan"]]
         values = [SubmittedValue(*value) for value in message["values"]]
         digests = [(key_from_json(key), bytes.fromhex(found), across) for key, found, across in message["digests"]]
-        submission = Submission(plan, attempt, segment, values, digests, message["metrics"], message["pin"])
-        key = (attempt.run, attempt.ordinal)
-        gathering = self.gatherings.get(key)
-        if gathering is None:
-            gathering = self.gatherings[key] = Gathering(attempt, plan.local_ranks)
-            loop = asyncio.get_running_loop()
-            gathering.deadline = loop.call_later(client.settings["timeout"], self._overdue, gathering)
-        gathering.got[plan.rank] = submission, client
+        rest = message["metrics"], message["pin"], message["again"]
+        segment = Segment.adopt(fds[0], writable=False)  # the last that can fail: from here on it is closed in the end
+        del fds[0]
+        submission = Submission(plan, attempt, segment, values, digests, *rest)
+        gathering = self._gather(attempt, plan.local_ranks, client)
+        gathering.add(submission, client)
         await self._tell(client, {"type": "accepted", "ordinal": attempt.ordinal})
         if len(gathering.got) == len(gathering.expected):
             self._close_gathering(gathering)
-            _start(self._save(gathering), self._saves)
-        else:
-            self._give_up_on_the_gone(gathering)
+            submissions = [submission for submission, _ in gathering.got.values()]
+            timeout = client.settings["timeout"]
+            self._conclude(gathering, lambda persister: persister.save(submissions, timeout))
+        elif submission.again and len(gathering.got) == 1:
+            _start(self._recall(gathering), self._saves)
+        self._give_up_on_the_gone(gathering)
 
-    async def _save(self, gathering: Gathering) -> None:
-        submissions = [submission for submission, _ in gathering.got.values()]
-        client = next(iter(gathering.got.values()))[1]
-        answer: wire.Message = {"error": None}
+    def _gather(self, attempt: Attempt, ranks: tuple[int, ...], client: Client) -> Gathering:
+        key = (attempt.run, attempt.ordinal)
+        if key not in self.gatherings:
+            gathering = self.gatherings[key] = Gathering(attempt, ranks)
+            loop = asyncio.get_running_loop()
+            gathering.deadline = loop.call_later(client.settings["timeout"], self._overdue, gathering)
+        return self.gatherings[key]
+
+    def _conclude(self, gathering: Gathering, work: Work) -> None:
+        """Do what ends the attempt, and tell its ranks how it ended."""
+
+        async def conclude() -> None:
+            answer: wire.Message = {"error": None}
+            try:
+                answer["stats"] = await work(self._persister(gathering))
+            except CheckpointError as error:
+                answer = {"error": type(error).__name__, "message": str(error)}
+            except Exception as error:  # the handle must end, whatever is wrong here
+                log.exception("saving %s", gathering.attempt)
+                answer = {"error": "SaveFailed", "message": f"the agent failed: {type(error).__name__}: {error}"}
+            await self._answer(gathering, answer)
+
+        _start(conclude(), self._saves)
+
+    async def _recall(self, gathering: Gathering) -> None:
+        """Answer at once for an attempt that an agent before us has ended: its other ranks may have heard of it."""
         try:
-            persister = self._persister(gathering.attempt.run, client)
-            answer["stats"] = await persister.save(submissions, client.settings["timeout"])
-        except CheckpointError as error:
-            answer = {"error": type(error).__name__, "message": str(error)}
-        except Exception as error:  # the handle must end, whatever is wrong here
-            log.exception("saving %s", gathering.attempt)
-            answer = {"error": "SaveFailed", "message": f"the agent failed: {type(error).__name__}: {error}"}
-        await self._answer(gathering, answer)
+            found = await lineage.read_slot(self._persister(gathering).backend, gathering.attempt.slot)
+        except (BackendError, CheckpointError) as error:
+            log.warning("%s: %s", gathering.attempt.slot, error)
+            return
+        if found is not None and self._is_open(gathering):
+            self._close_gathering(gathering)
+            self._conclude(gathering, lambda persister: persister.conclude(found))
 
-    def _persister(self, run: int, client: Client) -> Persister:
+    def _persister(self, gathering: Gathering) -> Persister:
+        run, client = gathering.attempt.run, next(iter(gathering.got.values()))[1]
         if run not in self.persisters:
             backend = open_backend(self.url, client.environment)
             age, base = client.settings["dedup_max_age"], self.bases.get(run)
@@ -222,16 +261,10 @@ class Server:
             self.persisters[run] = persister, backend
         return self.persisters[run][0]
 
-    async def _abort(self, gathering: Gathering, reason: str) -> None:
-        client = next(iter(gathering.got.values()))[1]
-        answer = {"error": "SaveFailed", "message": reason}
-        try:
-            backend = self._persister(gathering.attempt.run, client).backend
-            await committing.fill(backend, Aborted(gathering.attempt, SaveFailed.__name__, reason))
-        except Exception as error:  # other nodes then learn it at their deadline
-            log.exception("aborting %s", gathering.attempt)
-            answer["message"] = f"{reason}; and the slot could not be filled: {error}"
-        await self._answer(gathering, answer)
+    def _abort(self, gathering: Gathering, reason: str) -> None:
+        self._close_gathering(gathering)
+        again = any(submission.again for submission, _ in gathering.got.values())
+        self._conclude(gathering, lambda persister: persister.abandon(gathering.attempt, reason, again))
 
     async def _answer(self, gathering: Gathering, answer: wire.Message) -> None:
         message = {"type": "outcome", "ordinal": gathering.attempt.ordinal, **answer}
@@ -247,18 +280,18 @@ class Server:
             log.info("trainer %d is not there to hear: %s", client.pid, message["type"])
 
     def _overdue(self, gathering: Gathering) -> None:
-        missing = sorted(set(gathering.expected) - set(gathering.got))
-        self._close_gathering(gathering)
-        reason = f"ranks {missing} of this node did not submit step {gathering.attempt.step} in time"
-        _start(self._abort(gathering, reason), self._saves)
+        reason = f"ranks {gathering.missing} of this node did not submit step {gathering.attempt.step} in time"
+        self._abort(gathering, reason)
 
     def _give_up_on_the_gone(self, gathering: Gathering) -> None:
         run = gathering.attempt.run
-        missing = [r for r in gathering.expected if r not in gathering.got and (run, r) in self.gone]
-        if missing:
-            self._close_gathering(gathering)
-            reason = f"ranks {missing} ended before their snapshot of step {gathering.attempt.step} was complete"
-            _start(self._abort(gathering, reason), self._saves)
+        gone = [rank for rank in gathering.missing if not self.clients or (run, rank) in self.gone]
+        if gone and self._is_open(gathering):
+            reason = f"ranks {gone} ended before their snapshot of step {gathering.attempt.step} was complete"
+            self._abort(gathering, reason)
+
+    def _is_open(self, gathering: Gathering) -> bool:
+        return self.gatherings.get((gathering.attempt.run, gathering.attempt.ordinal)) is gathering
 
     def _close_gathering(self, gathering: Gathering) -> None:
         self.gatherings.pop((gathering.attempt.run, gathering.attempt.ordinal), None)

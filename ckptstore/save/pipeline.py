@@ -194,13 +194,13 @@ class Saver:
         return run.steps[step]
 
     def _large_digests(self, plan: SavePlan, captured: Captured) -> list[Any]:
-        """Digests of large replicas, in every CHECK_REPLICAS-th save; the plan has compared them in the first."""
-        if not plan.large_replicas or self._ordinal % self.settings.check_replicas:
+        """Digests of the larger replicas, in every CHECK_REPLICAS-th save; the plan has compared them in the first."""
+        if not plan.seldom or self._ordinal % self.settings.check_replicas:
             return []
         tensors = {tensor.key: tensor.tensor for tensor in captured.tensors}
         return [
             [key_to_json(key), tensor_digest(tensors[key]).ljust(32, b"\0").hex(), across]
-            for key, across in plan.large_replicas
+            for key, across in plan.seldom
         ]
 
     def _settle(self, attempt: Attempt, error: CheckpointError) -> CheckpointError | None:

@@ -15,7 +15,8 @@ from blake3 import blake3
 from ..agent.submission import Piece, PlannedChunk, PlannedWitness
 from ..format.model import SliceKey, itemsize
 
-WITNESS_LIMIT = 1 << 20  #: replicas below this many bytes are compared at every save
+_WITNESS_LIMIT = 1 << 20  # replicas of fewer bytes may be compared at every save
+_WITNESS_FLOOR = 4 << 20  # so many bytes of a class always may
 _ALIGN = 64
 
 
@@ -75,6 +76,22 @@ def share(chunks: Sequence[Chunk], ranks: Sequence[int]) -> list[int]:
         owners[index] = ranks[position]
         heapq.heappush(loads, (load + chunks[index].size, position))
     return owners
+
+
+def witnesses(slices: Iterable[SliceKey], ranks: Sequence[int]) -> list[SliceKey]:
+    """The slices of a class that its ranks compare at every save: what is small, smallest first.
+
+    Comparing costs a copy on every rank, owner or not, so it is bounded by a tenth of what each rank owns.
+    """
+    keys = [key for key in slices if key.nbytes]
+    budget = max(_WITNESS_FLOOR, sum(key.nbytes for key in keys) // len(ranks) // 10)
+    found = []
+    for key in sorted(keys, key=lambda key: (key.nbytes, _order(key))):
+        budget -= key.nbytes
+        if key.nbytes >= _WITNESS_LIMIT or budget < 0:
+            break
+        found.append(key)
+    return found
 
 
 def lay_out(owned: Sequence[Chunk], witnesses: Sequence[tuple[SliceKey, bool]]) -> Layout:

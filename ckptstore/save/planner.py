@@ -37,9 +37,7 @@ class SavePlan:
     rank_plan: RankPlan
     size: int
     values: Mapping[tuple[str, int], Role]
-    large_replicas: list[tuple[SliceKey, bool]] = field(
-        default_factory=list
-    )  #: compared now and then; whether across nodes
+    seldom: list[tuple[SliceKey, bool]] = field(default_factory=list)  #: replicas compared now and then; across nodes?
 
 
 class Planner:
@@ -48,6 +46,7 @@ class Planner:
     def __init__(self, group: Group, node: str, chunk_size: int, timeout: float) -> None:
         self.group, self.node, self.chunk_size, self.timeout = group, node, chunk_size, timeout
         self.current: SavePlan | None = None
+        self.holders: dict[SliceKey, tuple[int, ...]] = {}  #: the ranks that hold each of this rank's slices
 
     def fits(self, captured: Captured) -> bool:
         """Whether the plan at hand is one for this structure. No collective."""
@@ -66,7 +65,7 @@ class Planner:
         nodes = list(dict.fromkeys(node_of))
 
         rank, tensors = self.group.rank, captured.tensors
-        tensor_holders = dict(zip((t.key for t in tensors), held, strict=False))
+        tensor_holders = self.holders = dict(zip((t.key for t in tensors), held, strict=False))
         chunks, empty = self._owned(captured, tensor_holders)
 
         def role(holders: tuple[int, ...]) -> Role:
@@ -74,9 +73,15 @@ class Planner:
             across = replicated and len({node_of[holder] for holder in holders}) > 1
             return Role(False, replicated, across)
 
-        roles = {t.key: role(tensor_holders[t.key]) for t in tensors if t.alias_of is None}
-        small = [(key, r.across) for key, r in roles.items() if r.replicated and 0 < key.nbytes < plan.WITNESS_LIMIT]
-        large = [(key, r.across) for key, r in roles.items() if r.replicated and key.nbytes >= plan.WITNESS_LIMIT]
+        replicas: dict[tuple[int, ...], list[SliceKey]] = {}
+        for tensor in tensors:
+            if tensor.alias_of is None and role(tensor_holders[tensor.key]).replicated:
+                replicas.setdefault(tensor_holders[tensor.key], []).append(tensor.key)
+        small, large = list[tuple[SliceKey, bool]](), list[tuple[SliceKey, bool]]()
+        for holders, keys in sorted(replicas.items()):
+            always = set(plan.witnesses(keys, holders))
+            for key in keys:
+                (small if key in always else large).append((key, role(holders).across))
         layout = plan.lay_out(chunks, small)
         values = {}
         for value, holders in zip(captured.values, held[len(tensors) :], strict=True):
