@@ -65,11 +65,11 @@ def _walk(module: nn.Module, prefix: str, made: Walk, path: str) -> None:
         raise UnsupportedValue(f"{path}: FullyShardedDataParallel flattens its parameters; use fully_shard (FSDP2)")
     for hook in module._state_dict_pre_hooks.values():
         hook(module, prefix, False)
-    if traits.saves or "state_dict" in module.__dict__ or _foreign(module._state_dict_hooks):
+    own, hooks = module.__dict__, module._state_dict_hooks
+    if traits.saves or "state_dict" in own or (hooks and _foreign(hooks)):
         made.saves_itself = True
-    if traits.loads or "load_state_dict" in module.__dict__:
-        made.loads_itself = True
-    if _foreign(module._load_state_dict_pre_hooks) or _foreign(module._load_state_dict_post_hooks):
+    before, after = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+    if traits.loads or "load_state_dict" in own or (before and _foreign(before)) or (after and _foreign(after)):
         made.loads_itself = True
     for name, param in module._parameters.items():
         if param is not None:
@@ -108,7 +108,7 @@ def _overrides(kind: type[nn.Module], method: str) -> bool:
 
 
 def _foreign(hooks: dict[int, Any]) -> bool:
-    return bool(hooks) and any(not _module_of(hook).startswith(_KNOWN_HOOKS) for hook in hooks.values())
+    return any(not _module_of(hook).startswith(_KNOWN_HOOKS) for hook in hooks.values())
 
 
 def _module_of(hook: Any) -> str:

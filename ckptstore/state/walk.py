@@ -93,7 +93,7 @@ class Parameters:
     def __init__(self, state: Mapping[str, object]) -> None:
         self.walks: dict[str, Walk] = {}  #: path -> leaves of the module there
         self.loose: list[tuple[str, Any]] = []  #: names of tensors that are elsewhere; the caller adds to it
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] | None = None  # by id
         self._loose_names: dict[Any, str] | None = None
         self._find(state, "", ())
 
@@ -101,10 +101,7 @@ class Parameters:
         if isinstance(obj, PerRank | Rank0):
             self._find(obj.value, path, parents)
         elif isinstance(obj, nn.Module):
-            made = self.walks[path] = walk(obj, path)
-            prefix = qualified(path)
-            for fqn, param in made.params:
-                self._names.setdefault(id(param), f"{prefix}.{fqn}")
+            self.walks[path] = walk(obj, path)
         elif isinstance(obj, Mapping | list | tuple) and id(obj) not in parents and len(parents) <= MAX_DEPTH:
             for key, item in obj.items() if isinstance(obj, Mapping) else enumerate(obj):
                 if type(item) not in _ATOMS:
@@ -112,6 +109,12 @@ class Parameters:
 
     def name(self, param: torch.Tensor) -> str | None:
         """The qualified name of a parameter; None if it is nowhere in the state."""
+        if self._names is None:
+            self._names = {}
+            for path, module in self.walks.items():
+                prefix = qualified(path)
+                for fqn, tensor in module.params:
+                    self._names.setdefault(id(tensor), f"{prefix}.{fqn}")
         found = self._names.get(id(param))
         return self._by_memory(param) if found is None else found
 
