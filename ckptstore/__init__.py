@@ -10,6 +10,23 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import Settings as Settings
+    from .errors import AgentLost as AgentLost
+    from .errors import CheckpointError as CheckpointError
+    from .errors import ConfigError as ConfigError
+    from .errors import CorruptCheckpoint as CorruptCheckpoint
+    from .errors import LineageError as LineageError
+    from .errors import LoadIncomplete as LoadIncomplete
+    from .errors import OutcomeUnknown as OutcomeUnknown
+    from .errors import ReplicaMismatch as ReplicaMismatch
+    from .errors import SaveFailed as SaveFailed
+    from .errors import StateError as StateError
+    from .errors import StateMismatch as StateMismatch
+    from .errors import StepExists as StepExists
+    from .errors import StepNotFound as StepNotFound
+    from .errors import StorageFull as StorageFull
+    from .errors import Superseded as Superseded
+    from .errors import UnsupportedValue as UnsupportedValue
+    from .errors import WaitTimeout as WaitTimeout
     from .load.report import LoadReport as LoadReport
     from .save.handle import SaveHandle as SaveHandle
     from .state import PerRank as PerRank

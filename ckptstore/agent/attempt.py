@@ -115,7 +115,7 @@ class NodeSave:
         return not self.part_begun or (self.nodes == 1 and isinstance(failure, StorageFull))  # which has no effect
 
     async def _tell_others(self, content: Aborted) -> None:
-        """Try to fill the slot once more, now that there may be room; without it, other nodes wait for their deadline."""
+        """Fill the slot once more, now that there may be room; failing that, other nodes wait for their deadline."""
         try:
             async with asyncio.timeout(_GIVE_UP_SECONDS):
                 await committing.fill(self.backend, content)

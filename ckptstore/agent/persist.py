@@ -72,14 +72,6 @@ class Persister:
                 failure = SaveFailed(f"{type(error).__name__}: {error}")
             return await work.give_up(failure)
 
-    async def ended(self, attempt: Attempt) -> dict[str, Any] | None:
-        """The statistics of an attempt that an agent before this one has ended; None if it has not.
-
-        :raises CheckpointError: as `save`.
-        """
-        found = await lineage.read_slot(self.backend, attempt.slot)
-        return None if found is None else await self.conclude(found)
-
     async def abandon(self, attempt: Attempt, reason: str, again: bool) -> dict[str, Any]:
         """Fill the slot of an attempt whose snapshots are not complete with `aborted`, and conclude.
 
@@ -94,7 +86,10 @@ class Persister:
         return await self.conclude(found)
 
     async def conclude(self, found: Commit | Aborted) -> dict[str, Any]:
-        """What is told of an attempt whose slot is filled."""
+        """The statistics of an attempt whose slot is filled.
+
+        :raises CheckpointError: as `save`; what the slot says, if it holds `aborted`.
+        """
         if isinstance(found, Aborted):
             raise by_name(found.error, found.reason)
         try:

@@ -30,6 +30,9 @@ HELLO_LIMIT = 1 << 20
 #: Variables that hold credentials or say where they are; the trainer's go to the agent with its hello.
 CREDENTIALS = ("AWS_", "HADOOP_", "KRB5", "GOOGLE_", "AZURE_", "FSSPEC_")
 
+#: What an agent does as its trainers have set it.
+SETTINGS = ("timeout", "dedup_max_age", "agent_linger")
+
 Message = dict[str, Any]
 
 

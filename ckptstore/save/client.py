@@ -40,6 +40,7 @@ class Pending:
     message: wire.Message
     buffer: Buffer
     handle: SaveHandle
+    sent: bool = False
 
 
 @dataclass(eq=False)
@@ -83,16 +84,20 @@ class AgentClient:
             self._reader = threading.Thread(target=self._read, name="ckptstore-outcomes", daemon=True)
             self._reader.start()
 
+    def introduce(self, run: Started, plan: RankPlan) -> None:
+        """Tell the agent which rank this is: should it end before it submits, the others need not wait for it."""
+        with self._lock:
+            if self._socket is not None:
+                try:
+                    self._send_plan(run, plan)
+                except OSError:
+                    log.info("the agent went away; the reader will find another")
+
     def close(self) -> None:
         """Say goodbye. Saves on their way go on, and their handles still hear how they end."""
         with self._lock:
             self._closing = True
-            if self._socket is None:
-                return
-            try:
-                sharedmem.send(self._socket, wire.pack({"type": "close"}))
-            except OSError:
-                log.info("the agent had ended before it was closed")
+            self._send_close()
         reader, inprocess = self._reader, self._inprocess
         if reader is not None and not self._pending:
             reader.join(5)
@@ -101,12 +106,25 @@ class AgentClient:
 
     def _send(self, pending: Pending) -> None:
         assert self._socket is not None
-        if self._sent_plan != (pending.run.run.number, pending.plan.fingerprint):
-            run, plan = pending.run.to_json(), pending.plan.to_json()
-            message = {"type": "plan", "run": run["run"][0], "base": run["base"], "plan": plan}
-            sharedmem.send(self._socket, wire.pack(message))
-            self._sent_plan = (pending.run.run.number, pending.plan.fingerprint)
-        sharedmem.send(self._socket, wire.pack(pending.message), [pending.buffer.segment.fd])
+        self._send_plan(pending.run, pending.plan)
+        message = {**pending.message, "again": pending.sent}
+        pending.sent = True
+        sharedmem.send(self._socket, wire.pack(message), [pending.buffer.segment.fd])
+
+    def _send_plan(self, run: Started, plan: RankPlan) -> None:
+        assert self._socket is not None
+        if self._sent_plan == (run.run.number, plan.fingerprint):
+            return
+        message = {"type": "plan", "run": run.run.number, "base": run.to_json()["base"], "plan": plan.to_json()}
+        sharedmem.send(self._socket, wire.pack(message))
+        self._sent_plan = (run.run.number, plan.fingerprint)
+
+    def _send_close(self) -> None:
+        if self._socket is not None:
+            try:
+                sharedmem.send(self._socket, wire.pack({"type": "close"}))
+            except OSError:
+                log.info("the agent had ended before it was closed")
 
     def _install(self, connection: socket.socket, pid: int) -> None:
         self._socket, self.agent_pid, self._sent_plan = connection, pid, None
@@ -135,6 +153,9 @@ class AgentClient:
             except PermissionError as error:
                 connection.close()
                 raise AgentLost(f"{place.socket} belongs to somebody else: {error}") from error
+            except BaseException:
+                connection.close()
+                raise
             if time.monotonic() - started > 2:
                 started = time.monotonic()
                 problem = self._start(place) or problem
@@ -148,10 +169,10 @@ class AgentClient:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")])),
             "CKPTSTORE_URL": self.url,
-            "CKPTSTORE_RUNTIME_DIR": str(place.socket.parent),
             "CKPTSTORE_LOG_LEVEL": self.settings.log_level,
         }
         command = [sys.executable, "-P", "-m", "ckptstore.agent", "--detach"]
+        command += ["--runtime-dir", str(place.socket.parent)]  # so that `ps` tells agents apart
         try:
             done = subprocess.run(command, env=environment, capture_output=True, timeout=START_SECONDS, check=False)
         except (OSError, subprocess.SubprocessError) as error:
@@ -160,11 +181,7 @@ class AgentClient:
 
     def _greet(self, connection: socket.socket, secret: str) -> int:
         environment = {name: value for name, value in os.environ.items() if name.startswith(wire.CREDENTIALS)}
-        settings = {
-            "timeout": self.settings.timeout,
-            "dedup_max_age": self.settings.dedup_max_age,
-            "agent_linger": self.settings.agent_linger,
-        }
+        settings = {name: getattr(self.settings, name) for name in wire.SETTINGS}
         hello = {"type": "hello", "version": wire.VERSION, "secret": secret, "url": self.url}
         sharedmem.send(connection, wire.pack({**hello, "settings": settings, "environment": environment}))
         data, _ = sharedmem.recv(connection, limit=wire.HELLO_LIMIT)
@@ -206,6 +223,8 @@ class AgentClient:
                 try:
                     for _, pending in sorted(self._pending.items()):
                         self._send(pending)
+                    if self._closing:
+                        self._send_close()
                 except OSError:
                     log.info("that agent is gone too")
 

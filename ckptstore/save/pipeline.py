@@ -71,6 +71,7 @@ class Saver:
         self._report_failures()
         metrics = None if request.metrics is None else json.loads(json.dumps(dict(request.metrics), allow_nan=False))
         captured, plan, run = self._agree(request)
+        self._client.introduce(run, plan.rank_plan)
         generation = self._generation(request.step, run, request.overwrite)
         buffer = self._pool.take(room_for(plan, captured), self.settings.timeout, self._uploading)
         try:
@@ -133,7 +134,7 @@ class Saver:
         self._pool.close()
 
     def _agree(self, request: Request) -> tuple[Captured, SavePlan, runs.Started]:
-        """The state's slices, the plan and the run. Collective at a run's first save, and when the structure changed."""
+        """The state's slices, the plan and the run. Collective at a run's first save and when the structure changed."""
         if self._run is not None:
             captured = self._capture(request)
             planner = self._planner
