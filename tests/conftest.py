@@ -33,13 +33,14 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def agents(runtime_dir: Path) -> list[int]:
-    """The agents that serve from this runtime folder."""
+    """The agents that serve from this runtime folder, or one whose name begins like it (a second node's)."""
     wanted = f"CKPTSTORE_RUNTIME_DIR={runtime_dir}".encode()
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdecimal() and int(process.name) != os.getpid():
             with contextlib.suppress(OSError):
                 command = (process / "cmdline").read_bytes().split(b"\0")
-                if b"ckptstore.agent" in command and wanted in (process / "environ").read_bytes().split(b"\0"):
+                environment = (process / "environ").read_bytes().split(b"\0")
+                if b"ckptstore.agent" in command and any(entry.startswith(wanted) for entry in environment):
                     found.append(int(process.name))
     return found

@@ -35,17 +35,15 @@ class Job:
         environment |= {"CKPTSTORE_URL": str(self.store), "CKPTSTORE_RUNTIME_DIR": str(runtime)}
         environment |= {f"CKPTSTORE_{name.upper()}": str(value) for name, value in settings.items()}
         meeting = folder / f"meeting-{time.monotonic_ns()}"
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(WORKERS / "driven.py"), str(rank), str(ranks), str(meeting)],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=(folder / f"{rank}.err").open("w"),
-                bufsize=0,
-            )
-            for rank in range(ranks)
-        ]
+        self.processes = []
+        for rank in range(ranks):
+            command = [sys.executable, str(WORKERS / "driven.py"), str(rank), str(ranks), str(meeting)]
+            with (folder / f"{rank}.err").open("w") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0
+                    )
+                )
         self.living = list(range(ranks))
         self._step = 0
 
@@ -65,6 +63,12 @@ class Job:
             self.tell(rank, command, *arguments)
         return [self.hear(rank) for rank in self.living]
 
+    def save(self, step: int) -> int:
+        """Have all ranks save, which none may refuse; the agent's process id."""
+        answers = self.all("save", step)
+        assert all(isinstance(answer, int) for answer in answers), answers
+        return int(answers[0])
+
     def ask(self, rank: int, command: str, *arguments: object) -> Any:
         self.tell(rank, command, *arguments)
         return self.hear(rank)
@@ -80,7 +84,9 @@ class Job:
         assert stdout is not None
         ready, _, _ = select.select([stdout], [], [], _PATIENCE)
         line = stdout.readline() if ready else b""
-        assert line, f"rank {rank} {'ended' if ready else 'hangs'}:\n{(self.folder / f'{rank}.err').read_text()[-6000:]}"
+        assert line, (
+            f"rank {rank} {'ended' if ready else 'hangs'}:\n{(self.folder / f'{rank}.err').read_text()[-6000:]}"
+        )
         return json.loads(line)
 
     def kill(self, *ranks: int) -> None:

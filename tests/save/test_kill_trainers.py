@@ -31,7 +31,7 @@ def test_what_was_staged_is_committed_though_all_trainers_die(ranks: int, tmp_pa
     with Job(ranks, tmp_path, runtime, agent_linger="1s") as job:
         while True:
             step = job.new_step()
-            agent = job.all("save", step)[0]
+            agent = job.save(step)
             assert job.all("staged", step) == [None] * ranks
             processes.stop(agent)
             if not committed(job.store, step):
@@ -53,8 +53,7 @@ def test_a_rank_that_dies_before_it_submits(tmp_path: Path, runtime: Path) -> No
         job.ask(2, "die_while_copying")
         for rank in range(3):
             job.tell(rank, "save", 1)
-        for rank in range(2):
-            job.hear(rank)
+        assert all(isinstance(job.hear(rank), int) for rank in range(2))
         job.kill(2)
         for step in (1, 2):  # in the first save and in a later one
             for answer in job.all("wait", step):
@@ -62,7 +61,7 @@ def test_a_rank_that_dies_before_it_submits(tmp_path: Path, runtime: Path) -> No
             found = slot(job.store, step)
             assert isinstance(found, Aborted) and "ranks [2]" in found.reason
             if step == 1:
-                job.all("save", 2)
+                job.save(2)
         job.kill()
     assert not temporary(job.store)
     with CheckpointStore(str(job.store), runtime_dir=runtime) as reader:

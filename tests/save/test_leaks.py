@@ -1,0 +1,134 @@
+"""What is left when a store is closed, when a trainer is killed, and after many saves: nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptstore import CheckpointStore
+from tests.save import processes
+from tests.save.job import Job, committed
+
+SIZE = 1 << 20
+
+
+def state(step: int) -> dict[str, object]:
+    return {"a": torch.full((SIZE,), step % 127, dtype=torch.int8), "step": step}
+
+
+def segments() -> list[str]:
+    """Mappings of shared memory segments in this process."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+
+
+def threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate())
+
+
+def held() -> tuple[list[str], list[str], list[str], int]:
+    return processes.descriptors("self"), threads(), segments(), processes.status("self", "Threads")
+
+
+def save_once(store: Path, runtime: Path, step: int) -> None:
+    with CheckpointStore(str(store), runtime_dir=runtime) as saver:
+        saver.save(step, state(step)).wait(30)
+        assert processes.agents(runtime) and segments()
+        assert saver.load(state(0)).step == step
+
+
+def test_nothing_is_left_after_close(tmp_path: Path, runtime: Path) -> None:
+    save_once(tmp_path, runtime, 1)  # what is made once in a process
+    processes.until(lambda: not processes.agents(runtime), "the agent to end")
+    before = held()
+    assert not before[2]
+    for step in range(2, 6):
+        save_once(tmp_path, runtime, step)
+        processes.until(lambda: not processes.agents(runtime), "the agent to end after the last close")
+        assert not list(runtime.glob("*.sock"))
+        processes.until(lambda: held() == before, f"descriptors, threads and mappings to be as before: {before}")
+
+
+def test_close_while_an_upload_is_under_way(tmp_path: Path, runtime: Path) -> None:
+    save_once(tmp_path, runtime, 1)
+    processes.until(lambda: not processes.agents(runtime), "the agent to end")
+    before = held()
+    store = CheckpointStore(str(tmp_path), runtime_dir=runtime)
+    handle = store.save(2, state(2))
+    handle.wait_staged(30)
+    store.close()
+    handle.wait(30)
+    assert committed(tmp_path, 2)
+    processes.until(lambda: not processes.agents(runtime), "the agent to end after its upload")
+    processes.until(lambda: held() == before, f"descriptors, threads and mappings to be as before: {before}")
+
+
+def test_close_while_the_agent_is_dead(tmp_path: Path, runtime: Path) -> None:
+    save_once(tmp_path, runtime, 1)
+    processes.until(lambda: not processes.agents(runtime), "the agent to end")
+    before = held()
+    store = CheckpointStore(str(tmp_path), runtime_dir=runtime)
+    store.save(2, state(2)).wait(30)
+    (agent,) = processes.agents(runtime)
+    processes.kill(agent)
+    store.close()
+    processes.until(lambda: not processes.agents(runtime), "no agent to be left")
+    processes.until(lambda: held() == before, f"descriptors, threads and mappings to be as before: {before}")
+
+
+def test_a_trainer_that_is_killed(tmp_path: Path, runtime: Path) -> None:
+    """Its death ends the agent after the linger, even though a child of the trainer holds its socket."""
+    with Job(1, tmp_path, runtime, agent_linger="1s") as job:
+        step = job.new_step()
+        job.save(step)
+        assert job.all("wait", step) == [None]
+        child = job.ask(0, "fork")
+        try:
+            job.kill()
+            assert processes.agents(runtime), "it lingers"
+            processes.until(lambda: not processes.agents(runtime), "the agent to end after its linger")
+            assert processes.alive(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
+    assert not list(runtime.glob("*.sock"))
+
+
+def test_many_saves_hold_no_more_than_a_few(tmp_path: Path, runtime: Path) -> None:
+    def figures() -> dict[str, object]:
+        found: dict[str, object] = {}
+        for name, pid in (("trainer", os.getpid()), ("agent", agent)):
+            found[f"threads of the {name}"] = processes.status(pid, "Threads")
+            found[f"shared memory of the {name}"] = processes.status(pid, "RssShmem")
+            if name == "trainer" or os.geteuid() == 0:  # the agent's are nobody else's business
+                found[f"descriptors of the {name}"] = processes.descriptors(pid)
+        return found
+
+    with CheckpointStore(str(tmp_path), runtime_dir=runtime) as store:
+        for step in range(10):
+            store.save(step, state(step)).wait(30)
+        (agent,) = processes.agents(runtime)
+        before = figures()
+        for step in range(10, 40):
+            store.save(step, state(step))  # nobody keeps the handle
+        store.wait(30)
+        assert len(store.steps()) == 40
+        processes.until(lambda: figures() == before, f"no more to be held than before: {before}")
+
+
+def test_failed_saves_hold_nothing(tmp_path: Path, runtime: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may see which descriptors an agent has")
+    with CheckpointStore(str(tmp_path / "store"), runtime_dir=runtime) as store:
+        store.save(0, state(0)).wait(30)
+        (agent,) = processes.agents(runtime)
+        (tmp_path / "store/packs").rename(tmp_path / "packs")
+        (tmp_path / "store/packs").write_text("a file where a folder must be")
+        counts = []
+        for step in range(1, 9):
+            assert store.save(step, state(step)).exception(30) is not None
+            counts.append(len(processes.descriptors(agent)))
+        assert counts[-1] <= counts[1], counts
