@@ -137,7 +137,7 @@ async def test_each_call_in_turn_fails_once(nodes: int, pool: ThreadPoolExecutor
                 await check_end(plain, 1, ended, key)
                 assert await asyncio.gather(*(node.save(2) for node in cluster)) == [None] * nodes, "the next save"
             except AssertionError as failed:
-                failed.add_note(f"call {call}, {operation} of {key}, fails with {fault.error} {'after' if fault.after else ''}")
+                failed.add_note(f"call {call}, {operation} of {key}, fails with {fault.error}, after: {fault.after}")
                 raise
             outcomes |= {type(outcome) for outcome in ended}
         if not fault.fired:
