@@ -21,6 +21,8 @@ from .index import ChunkIndex
 PACK_SIZE = 512 << 20  #: a pack is closed once it has this many bytes
 _AHEAD = 8  # chunks hashed ahead of the upload
 
+Fresh = tuple[int, bytes, memoryview]  # a chunk to be stored: its place in the order given, its digest, its bytes
+
 
 @dataclass
 class Packer:
@@ -38,25 +40,15 @@ class Packer:
     async def store(self, chunks: Iterable[memoryview]) -> list[Chunk]:
         """Where each chunk lies, in the order given; all of them durable on return."""
         places: list[Chunk] = []
-        fresh = self._fresh(chunks, places)
-        first = await anext(fresh, None)
-        while first is not None:
+        fresh = _Peekable(self._fresh(chunks, places))
+        while await fresh.more():
             key = self.attempt.pack(self.node, self.incarnation, len(self.packs))
-            self._name, self._offset, self._next = str(key), 0, None
-            self.packs[self._name] = {"size": 0, "born": time.time()}
-            await self.backend.put(key, self._stream(first, fresh, places))
-            self.packs[self._name]["size"] = self._offset
-            self.bytes_written += self._offset
-            first = self._next
+            pack = self.packs[str(key)] = {"size": 0, "born": time.time()}
+            pack["size"] = await self.backend.put(key, self._stream(str(key), fresh, places))
+            self.bytes_written += pack["size"]
         return places
 
-    _name = ""
-    _offset = 0
-    _next: tuple[int, bytes, memoryview] | None = None
-
-    async def _fresh(
-        self, chunks: Iterable[memoryview], places: list[Chunk]
-    ) -> AsyncIterator[tuple[int, bytes, memoryview]]:
+    async def _fresh(self, chunks: Iterable[memoryview], places: list[Chunk]) -> AsyncIterator[Fresh]:
         """The chunks that nothing stored has yet; of the others, `places` gets the place."""
         written: dict[tuple[bytes, int], int] = {}
         repeats: list[tuple[int, int]] = []
@@ -84,20 +76,31 @@ class Packer:
         for future, head in ahead:
             yield await future, head
 
-    async def _stream(
-        self,
-        first: tuple[int, bytes, memoryview],
-        fresh: AsyncIterator[tuple[int, bytes, memoryview]],
-        places: list[Chunk],
-    ) -> AsyncIterator[memoryview]:
-        item: tuple[int, bytes, memoryview] | None = first
-        while item is not None and self._offset < PACK_SIZE:
-            at, found, data = item
-            places[at] = Chunk(found, self._name, self._offset, len(data), len(data))
-            self._offset += len(data)
+    async def _stream(self, pack: str, fresh: _Peekable, places: list[Chunk]) -> AsyncIterator[memoryview]:
+        size = 0
+        while size < PACK_SIZE and await fresh.more():
+            at, found, data = await fresh.take()
+            places[at] = Chunk(found, pack, size, len(data), len(data))
+            size += len(data)
             yield data
-            item = await anext(fresh, None)
-        self._next = item
+
+
+class _Peekable:
+    """Chunks to be stored, which can be asked whether there are more: no pack is begun for nothing."""
+
+    def __init__(self, source: AsyncIterator[Fresh]) -> None:
+        self._source = source
+        self._next: Fresh | None = None
+
+    async def more(self) -> bool:
+        if self._next is None:
+            self._next = await anext(self._source, None)
+        return self._next is not None
+
+    async def take(self) -> Fresh:
+        item, self._next = self._next, None
+        assert item is not None  # ask `more` first
+        return item
 
 
 def digest(data: memoryview) -> bytes:

@@ -29,6 +29,7 @@ log = logging.getLogger("ckptstore")
 
 START_SECONDS = 20.0  #: how long an agent may take until it answers
 _POLL = 0.01
+_MAX_AGENTS = 5  # that one save may outlive: it may be what they die of
 
 
 @dataclass(eq=False)
@@ -40,7 +41,7 @@ class Pending:
     message: wire.Message
     buffer: Buffer
     handle: SaveHandle
-    sent: bool = False
+    sent: int = 0  #: times
 
 
 @dataclass(eq=False)
@@ -107,8 +108,8 @@ class AgentClient:
     def _send(self, pending: Pending) -> None:
         assert self._socket is not None
         self._send_plan(pending.run, pending.plan)
-        message = {**pending.message, "again": pending.sent}
-        pending.sent = True
+        message = {**pending.message, "again": pending.sent > 0}
+        pending.sent += 1
         sharedmem.send(self._socket, wire.pack(message), [pending.buffer.segment.fd])
 
     def _send_plan(self, run: Started, plan: RankPlan) -> None:
@@ -208,6 +209,7 @@ class AgentClient:
             connection.close()
             with self._lock:
                 self._socket = None
+                self._fail_all(AgentLost(f"{_MAX_AGENTS} agents ended over this save"), sent=_MAX_AGENTS)
                 if self._closing and not self._pending:
                     return
             log.warning("the agent (process %s) is gone; %d saves go to a new one", self.agent_pid, len(self._pending))
@@ -246,9 +248,10 @@ class AgentClient:
         error = by_name(message["error"], message["message"]) if message["error"] else None
         pending.handle.finish(error, message.get("stats"))
 
-    def _fail_all(self, error: CheckpointError) -> None:
+    def _fail_all(self, error: CheckpointError, sent: int = 0) -> None:
+        """Fail what was sent so many times or more."""
         lost = error if isinstance(error, AgentLost) else AgentLost(str(error))
-        for ordinal in list(self._pending):
+        for ordinal in [ordinal for ordinal, pending in self._pending.items() if pending.sent >= sent]:
             pending = self._pending.pop(ordinal)
             self.release(pending.buffer)
             pending.handle.finish(self.settle(Attempt(*pending.message["attempt"]), lost))
