@@ -34,7 +34,7 @@ async def settle(
     while True:
         found = await lineage.read_slot(backend, attempt.slot)
         if found is not None:
-            return await fill(backend, found)  # AlreadyExists also says that the name is durable, which reading does not
+            return await fill(backend, found)  # whose AlreadyExists says that the name is durable, too
         missing = [node for node in range(nodes) if node not in seen]
         await asyncio.gather(*(look(backend, attempt, node, seen) for node in missing))
         if len(seen) == nodes:

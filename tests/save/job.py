@@ -110,8 +110,7 @@ class Job:
     @property
     def agent(self) -> int:
         """The one agent that serves this job."""
-        (pid,) = processes.agents(self.runtime)
-        return pid
+        return processes.the_agent(self.runtime)
 
 
 def slot(store: Path, step: int) -> Commit | Aborted | None:

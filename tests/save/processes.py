@@ -46,6 +46,12 @@ def agents(runtime: Path) -> list[int]:
     return found
 
 
+def the_agent(runtime: Path) -> int:
+    """The one agent that serves; another that was started at the same time may take a moment to see that."""
+    until(lambda: len(agents(runtime)) == 1, "one agent to be left")
+    return agents(runtime)[0]
+
+
 def until(found: Callable[[], T], what: str, seconds: float = 30) -> T:
     """What `found` returns once that is true."""
     deadline = time.monotonic() + seconds

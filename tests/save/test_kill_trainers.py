@@ -79,7 +79,7 @@ def test_a_piped_torchrun_returns_though_the_agent_lives(tmp_path: Path, runtime
             processes.kill(agent)
         pytest.fail(f"torchrun is held:\n{job.communicate()[0]}")
     assert job.returncode == 0, output
-    (agent,) = processes.agents(runtime)
+    agent = processes.the_agent(runtime)
     assert set(processes.states(agent)) == {"T"}
     processes.go_on(agent)
     processes.until(lambda: committed(store, 1), "the commit")

@@ -74,7 +74,7 @@ def test_close_while_the_agent_is_dead(tmp_path: Path, runtime: Path) -> None:
     before = held()
     store = CheckpointStore(str(tmp_path), runtime_dir=runtime)
     store.save(2, state(2)).wait(30)
-    (agent,) = processes.agents(runtime)
+    agent = processes.the_agent(runtime)
     processes.kill(agent)
     store.close()
     processes.until(lambda: not processes.agents(runtime), "no agent to be left")
@@ -112,7 +112,7 @@ def test_many_saves_hold_no_more_than_a_few(tmp_path: Path, runtime: Path) -> No
         for step in range(20):
             store.save(step, state(step))  # nobody keeps the handle
         store.wait(30)
-        (agent,) = processes.agents(runtime)
+        agent = processes.the_agent(runtime)
         before = figures()
         for step in range(20, 50):
             store.save(step, state(step))
@@ -127,7 +127,7 @@ def test_failed_saves_hold_nothing(tmp_path: Path, runtime: Path) -> None:
         pytest.skip("only root may see which descriptors an agent has")
     with CheckpointStore(str(tmp_path / "store"), runtime_dir=runtime) as store:
         store.save(0, state(0)).wait(30)
-        (agent,) = processes.agents(runtime)
+        agent = processes.the_agent(runtime)
         (tmp_path / "store/packs").rename(tmp_path / "packs")
         (tmp_path / "store/packs").write_text("a file where a folder must be")
         counts = []
