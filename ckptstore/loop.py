@@ -35,6 +35,7 @@ class Loop:
     def close(self) -> None:
         with self._lock:
             if self._loop is not None and self._thread is not None:
+                asyncio.run_coroutine_threadsafe(self._loop.shutdown_default_executor(), self._loop).result()
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join()
                 self._loop.close()
