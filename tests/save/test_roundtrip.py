@@ -75,18 +75,19 @@ def test_plain_values_and_arrays(store: CheckpointStore) -> None:
 
 
 def test_tied_weights_are_stored_once(store: CheckpointStore) -> None:
-    def make() -> nn.ModuleDict:
-        model = nn.ModuleDict({"embed": nn.Embedding(500, 64), "head": nn.Linear(64, 500, bias=False)})
-        model["head"].weight = model["embed"].weight
-        return model
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(500, 64), nn.Linear(64, 500, bias=False)
+            self.head.weight = self.embed.weight
 
-    model, other = make(), make()
+    model, other = Tied(), Tied()
     handle = store.save(1, {"model": model})
     handle.wait(60)
     assert handle.stats.bytes_written == 500 * 64 * 4
     store.load({"model": other})
-    assert torch.equal(other["head"].weight, model["head"].weight)
-    assert other["head"].weight is other["embed"].weight
+    assert torch.equal(other.head.weight, model.head.weight)
+    assert other.head.weight is other.embed.weight
 
 
 def test_a_second_save_writes_what_changed(store: CheckpointStore) -> None:
