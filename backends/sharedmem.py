@@ -151,6 +151,7 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:
 
     :raises ValueError: more than MAX_DESCRIPTORS descriptors, or 4 GiB of data and more.
     :raises ConnectionError: the other end is gone.
+    :raises TimeoutError: it took nothing for as long as the socket allows; the connection can only be closed.
     """
     _run(_sending(sock, data, fds))
 
@@ -188,7 +189,9 @@ def _sending(sock: socket.socket, data: bytes, fds: Sequence[int]) -> Generator[
     while unsent:
         try:
             count = sock.sendmsg([unsent], control, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
+        except BlockingIOError as error:
+            if sock.getblocking():  # SO_SNDTIMEO
+                raise TimeoutError("the other end takes nothing") from error
             yield
             continue
         unsent, control = unsent[count:], []  # the descriptors go with the first bytes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -73,8 +75,8 @@ class AgentClient:
             if self._socket is not None:
                 try:
                     self._send(pending)
-                except OSError:
-                    log.info("the agent went away; the reader will submit again")
+                except OSError as error:
+                    self._hang_up(error)
 
     def ensure(self) -> None:
         """Have an agent. :raises AgentLost: none could be started. :raises ConfigError: the runtime folder is bad."""
@@ -91,8 +93,8 @@ class AgentClient:
             if self._socket is not None:
                 try:
                     self._send_plan(run, plan)
-                except OSError:
-                    log.info("the agent went away; the reader will find another")
+                except OSError as error:
+                    self._hang_up(error)
 
     def close(self) -> None:
         """Say goodbye. Saves on their way go on, and their handles still hear how they end."""
@@ -126,6 +128,13 @@ class AgentClient:
                 sharedmem.send(self._socket, wire.pack({"type": "close"}))
             except OSError:
                 log.info("the agent had ended before it was closed")
+
+    def _hang_up(self, error: OSError) -> None:
+        """Wake the reader, which finds another agent and submits again."""
+        log.info("the agent cannot be told: %s", error)
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # the agent may have hung up first
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def _install(self, connection: socket.socket, pid: int) -> None:
         self._socket, self.agent_pid, self._sent_plan = connection, pid, None
@@ -191,6 +200,7 @@ class AgentClient:
             connection.close()
             raise AgentLost(f"the agent of {self.url} refused this trainer: {answer.get('message')}")
         connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(START_SECONDS), 0))
         return int(answer["pid"])
 
     def _read(self) -> None:
@@ -227,8 +237,8 @@ class AgentClient:
                         self._send(pending)
                     if self._closing:
                         self._send_close()
-                except OSError:
-                    log.info("that agent is gone too")
+                except OSError as error:
+                    self._hang_up(error)
 
     def _hear(self, message: wire.Message) -> bool:
         """Act on a message. True: all is said."""

@@ -223,6 +223,8 @@ class Saver:
             if isinstance(error, Superseded):
                 raise error
             self.handles.remove(handle)
+            if error is None and self._by_step.get(handle.step) is handle:
+                del self._by_step[handle.step]  # stored, as run.steps says
             if error is None or told:
                 continue
             if self.settings.on_error == "raise":

@@ -195,3 +195,10 @@ async def test_cancelled_receive_closes_what_came(pair: Pair) -> None:
         await asyncio.wait_for(arecv(pair[1]), 0.05)
     pair[0].sendall(b"x" * 6)  # nobody waits for it any more
     await asyncio.sleep(0.01)
+
+
+def test_a_peer_that_takes_nothing_is_given_up(pair: Pair) -> None:
+    ours, _ = pair
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 50_000))
+    with pytest.raises(TimeoutError, match="takes nothing"):
+        send(ours, bytes(16 << 20))
