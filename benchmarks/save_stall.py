@@ -1,6 +1,6 @@
 """How long a save holds training up: ckptstore beside torch.save and torch's distributed checkpoints (DCP).
 
-    python benchmarks/save_stall.py                     # 2 ranks, 512 MiB; about two minutes on two cores
+    python benchmarks/save_stall.py                     # 2 ranks, 512 MiB; about five minutes on two cores
     python benchmarks/save_stall.py --ranks 4 --size-mib 4096 --directory /mnt/nvme
 
 Every contestant saves the same state, with the same ranks, to the same disk, and is done when its bytes are fsynced;
@@ -192,6 +192,7 @@ def run_round(names: list[str], small_tensors: int, args: argparse.Namespace, pr
     results = {}
     for name in names:
         progress.update(task, description=f"{name}, {small_tensors} small tensors")
+        time.sleep(args.pause)
         began = time.monotonic()
         results[name] = result = run_contestant(name, small_tensors, args)
         outcome = result.get("error", "").partition("\n")[0] or f"stall {common.milli(later(result, 'safe'))} ms"
@@ -266,6 +267,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=Path("build/benchmarks"), help="on the disk to save to")
     parser.add_argument("--out", type=Path, default=common.RESULTS, help="directory for the JSON and the plot")
     parser.add_argument("--timeout", type=int, default=60, help="seconds, per contestant")
+    parser.add_argument(
+        "--pause",
+        type=int,
+        default=10,
+        help="seconds before each contestant: disks have bursts, which must not go to the first",
+    )
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -26,7 +26,7 @@ def private_runtime() -> Iterator[Path]:
         deadline = time.monotonic() + _GRACE
         while agents(folder) and time.monotonic() < deadline:
             time.sleep(0.02)
-        logs = "".join(log.read_text(errors="replace")[-3000:] for log in folder.glob("*.log"))
+        logs = "".join(log.read_text(errors="replace")[-3000:] for log in folder.rglob("*.log"))
         assert not agents(folder), f"agents {agents(folder)} are left in {folder}; their log:\n{logs}"
     finally:
         for pid in agents(folder):
@@ -35,13 +35,13 @@ def private_runtime() -> Iterator[Path]:
 
 
 def agents(runtime: Path) -> list[int]:
-    """The agent processes of this runtime folder, those that are just starting too."""
+    """The agent processes of this runtime folder and those below it, those that are just starting too."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
             if entry.name.isdecimal():
                 words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                if "ckptstore.agent" in words and str(runtime) in words:
+                if "ckptstore.agent" in words and any(Path(word).is_relative_to(runtime) for word in words):
                     found.append(int(entry.name))
     return found
 

@@ -15,12 +15,13 @@ from tests.save import content, processes
 from tests.save.job import Job, committed, intents, slot, temporary
 
 
-def check_loads(store: Path, runtime: Path, step: int) -> None:
-    """The latest checkpoint is this step, bit for bit."""
+def check_loads(store: Path, runtime: Path, step: int, *, latest: bool = True) -> None:
+    """The checkpoint of this step, which is the latest unless said otherwise, loads bit for bit."""
     found = content.blank()
     with CheckpointStore(str(store), runtime_dir=runtime) as reader:
-        assert reader.latest_step() == step
-        report = reader.load({**found, "mine": PerRank(found["mine"]), "step": 0})
+        assert not latest or reader.latest_step() == step
+        wanted = {**found, "mine": PerRank(found["mine"]), "step": 0}
+        report = reader.load(wanted) if latest else reader.load(wanted, step=step)
     assert report.step == step and report.values == {"step": step} and not report.fallbacks
     for name, tensor in content.expected(step).items():
         assert torch.equal(found[name], tensor), name
