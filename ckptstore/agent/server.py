@@ -23,7 +23,7 @@ from .submission import RankPlan, Submission, SubmittedValue, key_from_json
 log = logging.getLogger("ckptstore.agent")
 
 _HELLO_SECONDS = 10
-_START_SECONDS = 60  # an agent that nobody greets ends
+_START_SECONDS = 20  # an agent that nobody greets ends; a trainer that comes later starts another
 
 
 class Server:

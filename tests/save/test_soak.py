@@ -29,7 +29,7 @@ def live_and_die(folder: Path, runtime: Path, chance: random.Random, first: int)
                 durable.add(step)
         time.sleep(chance.random() * 0.1)
         job.kill(*job.living)
-    processes.until(lambda: not processes.agents(runtime), "the last agent to end")
+    processes.until(lambda: not processes.agents(runtime), "the last agent to end", 60)
     return durable, first + SAVES
 
 
