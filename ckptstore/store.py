@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from backends import BackendError, InvalidURL, canonical_url, open_backend
 
+from .agree import from_first
 from .config import settings as read_settings
 from .errors import CheckpointError, ConfigError, LoadIncomplete
 from .group import Group
@@ -18,7 +19,6 @@ from .load.report import LoadReport
 from .loop import Loop
 from .preemption import Preemption
 from .repo import lineage
-from .save.agreement import share_failure
 from .save.handle import SaveHandle
 from .save.pipeline import Request, Saver
 
@@ -133,8 +133,8 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The steps of the lineage that are stored, in order. The same on all ranks. Collective."""
-        commits = self._agreed(lambda: [c.attempt.step for c in self._loop.run(lineage.steps(self._backend))])
-        return list(map(int, commits))
+        self._check_open()
+        return list(map(int, json.loads(from_first(self.group, self._list_steps))))
 
     def latest_step(self) -> int | None:
         """The newest step of the lineage, None if there is none. The same on all ranks. Collective."""
@@ -206,23 +206,15 @@ class CheckpointStore:
         if self._closed:
             raise ConfigError(f"the store of {self.url} is closed")
 
+    def _list_steps(self) -> bytes:
+        try:
+            commits = self._loop.run(lineage.steps(self._backend))
+        except BackendError as error:
+            raise CheckpointError(f"{self.url} cannot be read: {error}") from error
+        return json.dumps([commit.attempt.step for commit in commits]).encode()
+
     def _touch(self) -> None:
         self._half_loaded = "it was interrupted"
-
-    def _agreed(self, find: Callable[[], Any]) -> Any:
-        """Rank 0's answer, on all ranks; what it raised, on all ranks."""
-        self._check_open()
-        answer, failure = None, None
-        if self.group.rank == 0:
-            try:
-                answer = find()
-            except CheckpointError as error:
-                failure = error
-            except BackendError as error:
-                failure = CheckpointError(f"{self.url} cannot be read: {error}")
-                failure.__cause__ = error
-        share_failure(self.group, failure)
-        return json.loads(self.group.gather(json.dumps(answer).encode())[0])
 
 
 def _check_step(step: int) -> int:

@@ -18,7 +18,7 @@ LAYERS = [
     ["ckptstore.errors", "ckptstore._version"],
     ["ckptstore.format", "ckptstore.config", "ckptstore.loop"],
     ["ckptstore.repo", "ckptstore.group", "ckptstore.state"],
-    ["ckptstore.agent", "ckptstore.preemption"],
+    ["ckptstore.agent", "ckptstore.agree", "ckptstore.preemption"],
     ["ckptstore.save", "ckptstore.load"],
     ["ckptstore.store"],
     ["ckptstore.adapters", "ckptstore"],

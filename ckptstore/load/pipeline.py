@@ -13,6 +13,7 @@ import torch
 
 from backends.base import Backend
 
+from ..agree import from_first, together
 from ..errors import CorruptCheckpoint, LoadIncomplete, StepNotFound
 from ..format import commit as commits
 from ..format.commit import Commit
@@ -21,7 +22,6 @@ from ..format.model import SliceKey
 from ..group import Group
 from ..state.restore import Restore, template
 from . import locate
-from .agree import from_first, together
 from .fetch import fetch
 from .place import Placer
 from .plan import Plan, plan

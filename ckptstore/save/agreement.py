@@ -15,7 +15,7 @@ from typing import Any
 from blake3 import blake3
 
 from ..agent.submission import key_from_json, key_to_json
-from ..errors import CheckpointError, ReplicaMismatch, StateError, by_name
+from ..errors import ReplicaMismatch, StateError, by_name
 from ..format.commit import replica_mismatch
 from ..format.model import VALUE, SliceKey
 from ..group import Group
@@ -58,17 +58,6 @@ def holders(group: Group, rows: Sequence[Row], timeout: float) -> list[tuple[int
     answers = [json.loads(answer) for answer in group.exchange([_dump(verdict) for verdict in verdicts])]
     _raise_any([json.loads(found) for found in group.gather(_dump(problems[:_MAX_PROBLEMS]))])
     return [tuple(answers[judge]["classes"][answers[judge]["rows"][at]]) for judge, at in sent]
-
-
-def share_failure(group: Group, error: CheckpointError | None) -> None:
-    """Raise on every rank what any rank failed with; the lowest rank's error counts."""
-    told = [] if error is None else [[type(error).__name__, str(error)]]
-    found = [json.loads(answer) for answer in group.gather(_dump(told))]
-    if error is not None:
-        raise error
-    for rank, problems in enumerate(found):
-        for name, message in problems:
-            raise by_name(name, f"on rank {rank}: {message}")
 
 
 def _judge(cases: list[list[Row]]) -> tuple[list[dict[str, Any]], list[list[str]]]:

@@ -17,6 +17,7 @@ from backends.errors import BackendError
 from ..agent import commit as committing
 from ..agent import wire
 from ..agent.submission import key_to_json
+from ..agree import from_first, together
 from ..config import Settings
 from ..errors import CheckpointError, ConfigError, OutcomeUnknown, StepExists, Superseded, UnsupportedValue
 from ..format.commit import Aborted, Commit
@@ -25,7 +26,6 @@ from ..group import Group
 from ..loop import Loop
 from ..repo import runs
 from ..state import Captured, capture
-from .agreement import share_failure
 from .client import AgentClient, Pending
 from .digest import tensor_digest
 from .handle import SaveHandle
@@ -95,7 +95,7 @@ class Saver:
         self._by_step[request.step] = handle
         self._client.submit(Pending(run, plan.rank_plan, message, buffer, handle))
         handle.left(plan.size)
-        self._pool.warm(buffer.segment.size)
+        self._pool.warm(room_for(plan, captured))
         return handle
 
     def prepare(self, request: Request) -> None:
@@ -116,18 +116,14 @@ class Saver:
             if other.decode() != mine:
                 ours = f"[step, step loaded, overwrite] is {mine} on rank {self.group.rank}"
                 raise ConfigError(f"ranks differ in what they save: {ours}, {other.decode()} on rank {rank}")
-        answer, failure = b"", None
-        if self.group.rank == 0:
-            try:
-                run = self.loop.run(runs.start(self.backend, step, self.loaded, overwrite))
-                answer = json.dumps(run.to_json()).encode()
-            except CheckpointError as error:
-                failure = error
-            except BackendError as error:
-                failure = ConfigError(f"{self.url} cannot be used: {error}")
-                failure.__cause__ = error
-        share_failure(self.group, failure)
-        return runs.Started.from_json(json.loads(self.group.gather(answer)[0]))
+        return runs.Started.from_json(json.loads(from_first(self.group, lambda: self._register(step, overwrite))))
+
+    def _register(self, step: int | None, overwrite: bool) -> bytes:
+        try:
+            run = self.loop.run(runs.start(self.backend, step, self.loaded, overwrite))
+        except BackendError as error:
+            raise ConfigError(f"{self.url} cannot be used: {error}") from error
+        return json.dumps(run.to_json()).encode()
 
     def close(self) -> None:
         self._client.close()
@@ -150,16 +146,9 @@ class Saver:
 
     def _capture_together(self, request: Request, purpose: str) -> Captured:
         """The state's slices, and an agent; what any rank raises on the way, all raise. Collective."""
-        captured, failure = None, None
-        try:
-            captured = self._capture(request)
-            self._client.ensure()
-        except CheckpointError as error:
-            failure = error
         self.group.meet(purpose, self.settings.timeout)
-        share_failure(self.group, failure)
-        assert captured is not None  # or its failure was raised
-        return captured
+        together(self.group, self._client.ensure)
+        return together(self.group, lambda: self._capture(request))
 
     def _capture(self, request: Request) -> Captured:
         captured = capture(request.state, rank=self.group.rank, per_rank=request.per_rank, rank0=request.rank0)

@@ -119,14 +119,14 @@ class Pool:
             self._changed.notify_all()
 
     def warm(self, size: int) -> None:
-        """Make the buffers that later saves will need, in the background."""
+        """Make the buffers that later saves of about `size` bytes will need, in the background."""
 
         def work() -> None:
             with self._changed:
                 missing = self.limit - len(self._buffers)
             for _ in range(missing):
                 try:
-                    segment = _segment(size, self.host_memory, self.held + size)
+                    segment = _segment(with_slack(size), self.host_memory, self.held + size)
                 except StorageFull:
                     return  # the save that needs it will say so
                 with self._changed:

@@ -1,4 +1,4 @@
-"""All ranks succeed, or all raise: how a stage of loading ends.
+"""All ranks succeed, or all raise: how a stage that ranks go through together ends.
 
 A rank's failure becomes a message, every rank sends one and reads all, and only then does anything raise; so no rank
 is left waiting for another that has given up.
@@ -10,9 +10,9 @@ import json
 from collections.abc import Callable
 from typing import TypeVar
 
-from .. import errors
-from ..errors import CheckpointError, CorruptCheckpoint, StateMismatch
-from ..group import Group
+from . import errors
+from .errors import CheckpointError, CorruptCheckpoint, StateMismatch
+from .group import Group
 
 T = TypeVar("T")
 
