@@ -41,10 +41,12 @@ def canonical(url: str) -> str:
     """See `backends.canonical_url`."""
     if not url:
         raise InvalidURL(f"{url!r} names no place; use {SUPPORTED}")
-    if "://" not in url:
-        return _file_url(os.fsencode(url))
+    if "://" not in url and not url.startswith("file:"):
+        return _file_url(os.fsencode(os.path.expanduser(url)))
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
+    if scheme.startswith("file:"):
+        raise InvalidURL(f"{url!r} must be file:///path: a file lies on this machine, at an absolute path")
     if scheme == "file":
         host, slash, path = rest.partition("/")
         if host not in ("", "localhost") or not slash:

@@ -5,14 +5,19 @@ A group of its own on gloo, so that nothing here meets the job's own collectives
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
+import json
+import secrets
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from .errors import CheckpointError, WaitTimeout
+
+_GRACE = datetime.timedelta(seconds=5)  # for rank 0's answer, past the time that it waits itself
 
 
 class Group:
@@ -22,25 +27,62 @@ class Group:
         """:param timeout: seconds after which a rank that does not answer counts as lost. Collective."""
         self.rank, self.size, self.collectives = 0, 1, 0
         self._group: dist.ProcessGroup | None = None
+        self._timeout = datetime.timedelta(seconds=timeout)
         if dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
             self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
             if self.size > 1:
-                limit, local = datetime.timedelta(seconds=timeout), process_group is not None
-                self._group = dist.new_group(ranks, limit, backend="gloo", use_local_synchronization=local)
+                local = process_group is not None
+                self._group = dist.new_group(ranks, self._timeout, backend="gloo", use_local_synchronization=local)
+                self._store = dist.distributed_c10d._get_default_store()
+                self._name = f"ckptstore/{self._group.group_name}"
 
-    def meet(self, purpose: str, timeout: float) -> None:
-        """Wait until all ranks are here.
+    def meet(self, purpose: str) -> None:
+        """Wait until all ranks are here, for the same purpose. Unlike a collective, a failure leaves nothing broken.
 
-        :raises WaitTimeout: some did not come within `timeout` seconds; rank 0's message names them.
+        Each rank lays a token down in the job's store; rank 0 waits for those of all, and then tells every rank that
+        came how it went.
+
+        :raises WaitTimeout: some did not come in time; on every rank the message names them.
+        :raises CheckpointError: they came for different purposes.
         """
         if self._group is None:
             return
-        self.collectives += 1
+        token = secrets.token_hex(8)
+        self._store.set(self._here(self.rank), f"{token} {purpose}")
+        if self.rank == 0:
+            self._call_the_roll()
+        verdict = f"{self._name}/go/{token}"
         try:
-            dist.monitored_barrier(self._group, datetime.timedelta(seconds=timeout), wait_all_ranks=True)
+            self._store.wait([verdict], self._timeout + _GRACE)
         except RuntimeError as error:
-            raise WaitTimeout(f"{purpose}: not all ranks came within {timeout:g} s: {error}") from error
+            self._store.delete_key(self._here(self.rank))
+            raise WaitTimeout(f"{purpose}: rank 0 did not come within {self._timeout.total_seconds():g} s") from error
+        purposes = json.loads(self._store.get(verdict))
+        self._store.delete_key(verdict)
+        missing = [rank for rank, other in enumerate(purposes) if other is None]
+        if missing:
+            raise WaitTimeout(f"{purpose}: ranks {missing} did not come within {self._timeout.total_seconds():g} s")
+        for rank, other in enumerate(purposes):
+            if other != purpose:
+                raise CheckpointError(f"ranks do different things: rank {self.rank} {purpose}, rank {rank} {other}")
+
+    def _call_the_roll(self) -> None:
+        """Rank 0's part: wait for all, take their tokens away, and tell each who came for what."""
+        here = [self._here(rank) for rank in range(self.size)]
+        with contextlib.suppress(RuntimeError):  # the time is over: those who came must know who did not
+            self._store.wait(here, self._timeout)
+        came = {rank: self._store.get(key).decode().split(" ", 1) for rank, key in enumerate(here) if self._there(key)}
+        purposes = [came[rank][1] if rank in came else None for rank in range(self.size)]
+        for rank, (token, _) in came.items():
+            self._store.delete_key(here[rank])
+            self._store.set(f"{self._name}/go/{token}", json.dumps(purposes))
+
+    def _here(self, rank: int) -> str:
+        return f"{self._name}/here/{rank}"
+
+    def _there(self, key: str) -> bool:
+        return bool(self._store.check([key]))
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in order of ranks, on every rank."""

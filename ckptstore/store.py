@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -46,6 +48,9 @@ class CheckpointStore:
         except InvalidURL as error:
             raise ConfigError(str(error)) from error
         self.group = Group(process_group, self.settings.timeout)
+        if self.url.startswith("memory:") and self.group.size > 1:
+            self.group.close()
+            raise ConfigError(f"{self.url} lives in one process, and this job has {self.group.size} ranks: use a path")
         self._preemption = Preemption(process_group, self.settings.timeout)
         self._loop = Loop()
         self._saver = Saver(self.url, self._backend, self.settings, self.group, self._loop)
@@ -146,7 +151,7 @@ class CheckpointStore:
         :raises StepNotFound: the lineage has no such step.
         """
         self._check_open()
-        self.group.meet("rollback", self.settings.timeout)
+        self.group.meet("rollback")
         before = self._saver.loaded
         self._saver.loaded = _check_step(step)
         try:
@@ -230,7 +235,13 @@ def _store() -> CheckpointStore:
     global _default
     if _default is None or _default.closed:
         _default = CheckpointStore()
+        atexit.register(_close_at_exit, _default)
     return _default
+
+
+def _close_at_exit(store: CheckpointStore) -> None:
+    if not hasattr(sys, "last_value"):  # after an uncaught error the agent stays, for the job's next start
+        store.close()
 
 
 def save(step: int, state: Mapping[str, object], **options: Any) -> SaveHandle:

@@ -21,7 +21,7 @@ LAYERS = [
     ["ckptstore.agent", "ckptstore.agree", "ckptstore.preemption"],
     ["ckptstore.save", "ckptstore.load"],
     ["ckptstore.store"],
-    ["ckptstore.adapters", "ckptstore"],
+    ["ckptstore.adapters", "ckptstore", "dataloader"],
 ]
 #: Layers whose members do not import each other.
 APART = [("ckptstore.save", "ckptstore.load"), ("ckptstore.state", "ckptstore.repo"), ("ckptstore", "dataloader")]
@@ -90,8 +90,9 @@ def test_imports_point_down(name: str) -> None:
     mine = layer(name)
     for other in imports(name, MODULES[name], at_run_time=True):
         theirs = layer(other)
-        if theirs is not None and mine is not None and other != "ckptstore":
-            assert theirs <= mine, f"{name} imports {other}, which lies above it"
+        if theirs is not None and mine is not None:
+            own_root = other == "ckptstore" and belongs(name, "ckptstore")  # as in `from . import errors`
+            assert own_root or theirs <= mine, f"{name} imports {other}, which lies above it"
         for one, two in APART:
             assert not (belongs(name, one) and belongs(other, two)), f"{name} imports {other}"
             assert not (belongs(name, two) and belongs(other, one)), f"{name} imports {other}"

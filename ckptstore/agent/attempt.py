@@ -54,12 +54,15 @@ class NodeSave:
         self.own_intent = False
         self.again = any(s.again for s in self.submissions)  #: an agent before this one may have got further
         self.part_begun = False
+        self.committed = False
 
     async def run(self) -> dict[str, Any]:
         started = time.monotonic()
         await self.persister.know_base()
         await self._declare()
         self._agree()
+        if self.attempt.generation:  # what it would replace may be what a newer run stands on
+            await committing.check_outrun(self.backend, self.attempt)
         if not self.own_intent:
             await committing.look(self.backend, self.attempt, self.node, self.seen)
         if self.node not in self.seen:
@@ -68,15 +71,24 @@ class NodeSave:
             part = Part(self._header(extents), extents, witnesses)
             self.part_begun = True
             self.seen[self.node] = await committing.write_part(self.backend, self.attempt, self.node, part)
+        self._check_own_part()
         found = await committing.settle(self.backend, self.attempt, self.nodes, self.seen)
         return {**await self._finish(found), "upload_seconds": time.monotonic() - started}
 
     async def _finish(self, found: Commit | Aborted) -> dict[str, Any]:
         if isinstance(found, Commit):
+            self.committed = True
             if self.node in self.seen:
                 self.persister.index.replace([self.seen[self.node][1]])
             await self._withdraw()
         return await self.persister.conclude(found)
+
+    def _check_own_part(self) -> None:
+        """The part that counts may be a predecessor's, which must have been of the same save."""
+        header, run_id = self.seen[self.node][1].header, self.submissions[0].run_id
+        if (header.get("run_id"), header.get("step")) != (run_id, self.attempt.step):
+            self.part_begun = False  # so it is not ours to delete
+            raise SaveFailed(f"{self.attempt.part(self.node)} is another save's: somebody has deleted from this store")
 
     def waiting(self) -> str:
         if self.node not in self.seen:
@@ -198,6 +210,7 @@ class NodeSave:
         return {
             "step": self.attempt.step,
             "run": self.attempt.run,
+            "run_id": first.run_id,
             "ordinal": self.attempt.ordinal,
             "generation": self.attempt.generation,
             "plan": first.plan.fingerprint,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from backends.base import Backend
 from backends.errors import AlreadyExists, BackendError, NotFound, OutcomeUnknown
@@ -45,12 +46,14 @@ async def settle(
 
 async def look(backend: Backend, attempt: Attempt, node: int, seen: dict[int, tuple[bytes, Part]]) -> None:
     """Put the node's part into `seen` if it is there."""
+    with suppress(NotFound):
+        seen[node] = await _read_part(backend, attempt, node)
+
+
+async def _read_part(backend: Backend, attempt: Attempt, node: int) -> tuple[bytes, Part]:
     key = attempt.part(node)
-    try:
-        data = await backend.get(key, limit=part_format.LIMIT)
-    except NotFound:
-        return
-    seen[node] = data, part_format.decode(data, key)
+    data = await backend.get(key, limit=part_format.LIMIT)
+    return data, part_format.decode(data, key)
 
 
 async def fill(backend: Backend, content: Commit | Aborted) -> Commit | Aborted:
@@ -77,19 +80,18 @@ async def check_outrun(backend: Backend, attempt: Attempt) -> None:
     if newer is not None:
         raise Superseded(
             f"step {attempt.step}: run {newer.number} resumed from step {newer.resumed_from} after this one (run "
-            f"{attempt.run}) began, so what run {attempt.run} saves beyond that is not part of the history any more. "
+            f"{attempt.run}) began, so what run {attempt.run} saves now is not part of the history any more. "
             f"Another job writes to {backend.url}: stop one of the two"
         )
 
 
 async def write_part(backend: Backend, attempt: Attempt, node: int, part: Part) -> tuple[bytes, Part]:
     """The node's part: ours, or the one that an agent before us wrote, which then counts."""
-    key, data = attempt.part(node), part_format.encode(part)
+    data = part_format.encode(part)
     try:
-        await backend.put_if_absent(key, data)
+        await backend.put_if_absent(attempt.part(node), data)
     except (AlreadyExists, OutcomeUnknown):
-        data = await backend.get(key, limit=part_format.LIMIT)
-        return data, part_format.decode(data, key)
+        return await _read_part(backend, attempt, node)
     return data, part
 
 

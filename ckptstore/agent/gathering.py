@@ -24,6 +24,8 @@ from .submission import Submission
 
 log = logging.getLogger("ckptstore.agent")
 
+_REFUSALS = 64  # attempts back that a late rank may still ask about
+
 Work = Callable[[Persister], Awaitable[dict[str, Any]]]  #: ends an attempt, and returns its statistics
 
 
@@ -57,6 +59,7 @@ class Saves:
         self.gone: set[tuple[int, int]] = set()  #: (run, rank) whose trainer ended
         self.running: set[asyncio.Task[None]] = set()
         self._gatherings: dict[tuple[int, int], Gathering] = {}
+        self._refused: dict[tuple[int, int], str] = {}  #: attempts that some rank will not submit, and why
         self._persisters: dict[int, tuple[Persister, Backend]] = {}
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="hash")
 
@@ -83,10 +86,25 @@ class Saves:
             submissions = [submission for submission, _ in gathering.got.values()]
             timeout = client.settings["timeout"]
             self._end(gathering, lambda persister: persister.save(submissions, timeout))
+        elif key in self._refused:
+            self._abort(gathering, self._refused[key])
         elif submission.again and len(gathering.got) == 1:
             self._start(self._recall(gathering))
         self.give_up_on_the_gone(nobody_left=False)
-        await client.tell({"type": "accepted", "ordinal": attempt.ordinal})
+        await client.tell({"type": "accepted", "run": attempt.run, "ordinal": attempt.ordinal})
+
+    def refuse(self, attempt: Attempt, reason: str, client: Client) -> None:
+        """A rank says that its snapshot of this attempt will not come: what it says is what all hear."""
+        key = (attempt.run, attempt.ordinal)
+        self._refused[key] = reason
+        for old in list(self._refused)[:-_REFUSALS]:
+            del self._refused[old]
+        gathering = self._gatherings.get(key)
+        if gathering is not None:
+            self._abort(gathering, reason)
+        else:  # nobody here to be told, but there may be other nodes
+            alone = self._gatherings[key] = Gathering(attempt, ())
+            self._end(alone, lambda persister: persister.abandon(attempt, reason, again=False), client)
 
     def give_up_on_the_gone(self, nobody_left: bool) -> None:
         """Abort what waits for ranks that have ended; with nobody left, all that waits."""
@@ -107,36 +125,39 @@ class Saves:
     async def _recall(self, gathering: Gathering) -> None:
         """Answer at once for an attempt that an agent before this one has ended; its other ranks may know already."""
         try:
-            found = await lineage.read_slot(self._persister(gathering).backend, gathering.attempt.slot)
+            client = next(iter(gathering.got.values()))[1]
+            backend = self._persister(gathering.attempt.run, client).backend
+            found = await lineage.read_slot(backend, gathering.attempt.slot)
         except (BackendError, CheckpointError) as error:
             log.warning("%s cannot be read: %s", gathering.attempt.slot, error)
             return
         if found is not None and gathering in self._gatherings.values():
             self._end(gathering, lambda persister: persister.conclude(found))
 
-    def _end(self, gathering: Gathering, work: Work) -> None:
+    def _end(self, gathering: Gathering, work: Work, client: Client | None = None) -> None:
         """Do what ends the attempt, and tell its ranks how it ended."""
+        client = client or next(iter(gathering.got.values()))[1]
         del self._gatherings[gathering.attempt.run, gathering.attempt.ordinal]
         if gathering.deadline:
             gathering.deadline.cancel()
-        self._start(self._finish(gathering, work))
+        self._start(self._finish(gathering, work, client))
 
-    async def _finish(self, gathering: Gathering, work: Work) -> None:
+    async def _finish(self, gathering: Gathering, work: Work, client: Client) -> None:
         answer: wire.Message = {"error": None}
         try:
-            answer["stats"] = await work(self._persister(gathering))
+            answer["stats"] = await work(self._persister(gathering.attempt.run, client))
         except CheckpointError as error:
             answer = {"error": type(error).__name__, "message": str(error)}
         except Exception as error:  # the handle must end, whatever is wrong here
             log.exception("saving %s", gathering.attempt)
             answer = {"error": "SaveFailed", "message": f"the agent failed: {type(error).__name__}: {error}"}
-        message = {"type": "outcome", "ordinal": gathering.attempt.ordinal, **answer}
+        run, ordinal = gathering.attempt.run, gathering.attempt.ordinal
+        message = {"type": "outcome", "run": run, "ordinal": ordinal, **answer}
         for submission, client in gathering.got.values():
             submission.segment.close()
             await client.tell(message)
 
-    def _persister(self, gathering: Gathering) -> Persister:
-        run, client = gathering.attempt.run, next(iter(gathering.got.values()))[1]
+    def _persister(self, run: int, client: Client) -> Persister:
         if run not in self._persisters:
             backend = open_backend(self.url, client.environment)
             age, base = client.settings["dedup_max_age"], self.bases.get(run)

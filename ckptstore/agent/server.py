@@ -130,6 +130,8 @@ class Server:
                     self._learn(client, message)
                 elif message["type"] == "submit":
                     await self.saves.take(_submission(client, message, fds), client)
+                elif message["type"] == "refuse":
+                    self.saves.refuse(Attempt(*message["attempt"]), str(message["reason"]), client)
                 elif message["type"] == "close":
                     client.closed = True  # it may stay to hear how its saves end
                     await client.tell({"type": "closed"})
@@ -197,7 +199,7 @@ def _submission(client: Client, message: wire.Message, fds: list[int]) -> Submis
     plan = client.plans[attempt.run, message["plan"]]
     values = [SubmittedValue(*value) for value in message["values"]]
     digests = [(key_from_json(key), bytes.fromhex(found), across) for key, found, across in message["digests"]]
-    rest = message["metrics"], message["pin"], message["again"]
+    rest = message["metrics"], message["pin"], str(message["run_id"]), message["again"]
     segment = Segment.adopt(fds[0], writable=False)
     del fds[0]
     return Submission(plan, attempt, segment, values, digests, *rest)

@@ -134,6 +134,7 @@ class Submission:
     digests: list[tuple[SliceKey, bytes, bool]]  #: of large replicas, in the saves that compare those too
     metrics: dict[str, Any] | None
     pin: bool
+    run_id: str = ""
     again: bool = False  #: submitted before, to an agent that died since
 
     def read(self, offset: int, size: int) -> memoryview:

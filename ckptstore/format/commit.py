@@ -79,7 +79,7 @@ def _disagreement(attempt: Attempt, parts: list[Part]) -> tuple[str, str] | None
     first = parts[0].header
     for part in parts:
         header = part.header
-        for what in ("step", "plan", "generation"):
+        for what in ("step", "plan", "generation", "run_id"):
             if header[what] != first[what]:
                 who = f"ranks {first['ranks']} and {header['ranks']}"
                 return "SaveFailed", f"{who} differ in {what}: {first[what]} and {header[what]}"

@@ -38,6 +38,9 @@ class Slot:
     def key(self) -> ObjectKey:
         return COMMITS / f"{self.step:012d}.{self.run:06d}.{self.generation:03d}.json"
 
+    def to_json(self) -> list[int]:
+        return [self.step, self.run, self.generation]
+
     def __str__(self) -> str:
         return str(self.key)
 
@@ -54,6 +57,9 @@ class Attempt:
     @property
     def slot(self) -> Slot:
         return Slot(self.step, self.run, self.generation)
+
+    def to_json(self) -> list[int]:
+        return [self.run, self.ordinal, self.step, self.generation]
 
     def part(self, node: int) -> ObjectKey:
         return ObjectKey(f"parts/{self.run:06d}/{self.ordinal:06d}/{node:05d}.arrow")

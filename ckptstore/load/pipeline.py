@@ -63,7 +63,7 @@ def load(
         which may be one of the backend's.
     """
     started = time.monotonic()
-    group.meet("load", timeout)
+    group.meet("load")
     storage = Storage(backend, concurrency, timeout)
     choice = _Choice(locate.Candidates(storage, step), run, group)
     target = _Target(storage, run, group, state, strict, cast, touching)

@@ -24,11 +24,15 @@ _READERS = 16  # commits read at a time
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One start of a job that saves. `resumed_from` is the step it went on from, None for a start from scratch."""
+    """One start of a job that saves. `resumed_from` is the step it went on from, None for a start from scratch.
+
+    `base` is the slot that holds that step: a run before it may overwrite the step later, which changes nothing here.
+    """
 
     number: int
     id: str
     resumed_from: int | None
+    base: Slot | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +46,34 @@ class History:
         for run in self.runs:
             limit = run.resumed_from
             seen = [slot for slot in seen if limit is not None and slot.step <= limit]
+            seen = [slot for slot in seen if slot.step != limit or slot == run.base]
             seen += [slot for slot in self.slots if slot.run == run.number]
         return sorted(seen, reverse=True)
 
     def outran(self, slot: Slot) -> Run | None:
-        """The newer run, if any, that resumed before this slot's step and so leaves it out of the history."""
-        newer = (run for run in self.runs if run.number > slot.run)
-        return next((run for run in newer if run.resumed_from is None or run.resumed_from < slot.step), None)
+        """The newer run, if any, that leaves this slot out of the history: it resumed before the slot's step.
+
+        A step saved again belongs to the newest run alone, too: an older one must not replace what it stands on.
+        """
+        for run in self.runs:
+            before = run.resumed_from is None or run.resumed_from < slot.step
+            if run.number > slot.run and (before or slot.generation > 0):
+                return run
+        return None
 
 
 async def read(backend: Backend) -> History:
     """The store's runs and slots, by listing.
 
-    :raises CorruptCheckpoint: a run's document is not what was written.
+    :raises CorruptCheckpoint: a run's document is gone or not what was written, so that the history cannot be known.
     """
     slots = [slot async for info in backend.list(keys.COMMITS) if (slot := keys.parse_slot(info.key))]
-    return History(tuple(await read_runs(backend)), tuple(slots))
+    runs = await read_runs(backend)  # after the slots, so that none lacks its run
+    lost = {slot.run for slot in slots} - {run.number for run in runs}
+    if lost:
+        names = ", ".join(str(keys.run_key(run)) for run in sorted(lost))
+        raise CorruptCheckpoint(f"{names} of {backend.url} is gone, so which of its checkpoints count cannot be known")
+    return History(tuple(runs), tuple(slots))
 
 
 async def read_runs(backend: Backend) -> list[Run]:
@@ -68,14 +84,16 @@ async def read_runs(backend: Backend) -> list[Run]:
 async def _read_run(backend: Backend, number: int) -> Run:
     key = keys.run_key(number)
     body = document.decode(await backend.get(key, limit=document.LIMIT), key, "run")
-    resumed = body.get("resumed_from")
-    if not isinstance(body.get("id"), str) or not (resumed is None or isinstance(resumed, int)):
-        raise CorruptCheckpoint(f"{key}: a run with a wrong field")
-    return Run(number, body["id"], resumed)
+    try:
+        base = None if body["base"] is None else Slot(*map(int, body["base"]))
+        return Run(number, str(body["id"]), None if base is None else base.step, base)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{key}: a run with a wrong field: {error!r}") from error
 
 
 def encode_run(run: Run) -> bytes:
-    return document.encode("run", {"id": run.id, "resumed_from": run.resumed_from})
+    base = None if run.base is None else run.base.to_json()
+    return document.encode("run", {"id": run.id, "resumed_from": run.resumed_from, "base": base})
 
 
 async def read_slot(backend: Backend, slot: Slot) -> Commit | Aborted | None:

@@ -26,16 +26,15 @@ class Started:
 
     run: Run
     steps: dict[int, int]
-    base: Slot | None  #: the commit that the run goes on from; its chunks can be referenced
 
     def to_json(self) -> dict[str, Any]:
-        base = None if self.base is None else [self.base.step, self.base.run, self.base.generation]
-        run = [self.run.number, self.run.id, self.run.resumed_from]
-        return {"run": run, "steps": list(self.steps.items()), "base": base}
+        base = None if self.run.base is None else self.run.base.to_json()
+        return {"run": [self.run.number, self.run.id, self.run.resumed_from, base], "steps": list(self.steps.items())}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Started:
-        return cls(Run(*found["run"]), dict(found["steps"]), Slot(*found["base"]) if found["base"] else None)
+        number, id_, resumed_from, base = found["run"]
+        return cls(Run(number, id_, resumed_from, None if base is None else Slot(*base)), dict(found["steps"]))
 
 
 async def start(backend: Backend, first_step: int | None, loaded: int | None, overwrite: bool) -> Started:
@@ -56,40 +55,30 @@ async def start(backend: Backend, first_step: int | None, loaded: int | None, ov
             raise StepNotFound(
                 f"step {resumed_from} is not in the lineage of {backend.url} any more; it has {_list(commits)}"
             )
+        kept = {step for step in commits if resumed_from is not None and step <= resumed_from}
         if first_step is not None:
-            _check_place(backend.url, first_step, resumed_from, latest, loaded, overwrite, commits)
-        number = history.runs[-1].number + 1 if history.runs else 1
-        run = Run(number, uuid.uuid4().hex, resumed_from)
+            _check_place(backend.url, first_step, sorted(kept), loaded, overwrite)
+        number = 1 + max([run.number for run in history.runs], default=0)
+        base = commits[resumed_from].slot if resumed_from is not None else None
+        run = Run(number, uuid.uuid4().hex, resumed_from, base)
         try:
             await backend.put_if_absent(keys.run_key(number), lineage.encode_run(run))
         except AlreadyExists:
             continue  # another job started in between: look again
-        kept = {step for step in commits if resumed_from is not None and step <= resumed_from}
-        steps = {step: max(slot.generation for slot in history.slots if slot.step == step) for step in kept}
-        base = commits[resumed_from].slot if resumed_from is not None else None
-        return Started(run, steps, base)
+        return Started(run, {step: max(s.generation for s in history.slots if s.step == step) for step in kept})
 
 
-def _check_place(
-    url: str,
-    step: int,
-    resumed_from: int | None,
-    latest: int | None,
-    loaded: int | None,
-    overwrite: bool,
-    commits: object,
-) -> None:
-    exists = isinstance(commits, dict) and step in commits and resumed_from is not None and step <= resumed_from
-    if exists and not overwrite:
-        raise StepExists(
-            f"step {step} is in {url} already; overwrite=True replaces it, rollback(step) goes back before it"
-        )
-    if exists or loaded != NOT_LOADED:
-        return
-    if latest is not None and step < latest:
+def _check_place(url: str, step: int, kept: list[int], loaded: int | None, overwrite: bool) -> None:
+    """Whether a first save of `step` has its place behind the steps `kept` by the run."""
+    earlier = [other for other in kept if other < step]
+    back = f"rollback({earlier[-1]}) gives up what came later" if earlier else "another URL starts afresh"
+    if step in kept:
+        if not overwrite:
+            raise StepExists(f"step {step} is in {url} already: overwrite=True replaces it, {back}")
+    elif loaded == NOT_LOADED and kept and step < kept[-1]:
         raise LineageError(
-            f"the first save is of step {step}, but {url} has step {latest} and nothing was loaded: load() first to "
-            f"go on from there, rollback({step}) to give up what came later, or use another URL for a new training"
+            f"the first save is of step {step}, but {url} has step {kept[-1]} and nothing was loaded: load() first to "
+            f"go on from there; {back}; or use another URL for a new training"
         )
 
 

@@ -38,14 +38,14 @@ class Row:
         return [key_to_json(self.key), self.policy, self.alias, self.digest]
 
 
-def holders(group: Group, rows: Sequence[Row], timeout: float) -> list[tuple[int, ...]]:
+def holders(group: Group, rows: Sequence[Row]) -> list[tuple[int, ...]]:
     """The ranks that hold each of `rows`, in order of the rows; where one rank's content counts, that rank alone.
 
     :raises ReplicaMismatch: ranks hold different content under one name; on all ranks alike.
     :raises StateError: shapes or element types differ, or boxes leave a part of a tensor to nobody.
     :raises WaitTimeout: some ranks did not come.
     """
-    group.meet("planning the save", timeout)
+    group.meet("plan a save")
     letters: list[list[Row]] = [[] for _ in range(group.size)]
     sent: list[tuple[int, int]] = []
     for row in rows:

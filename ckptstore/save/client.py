@@ -21,7 +21,7 @@ from backends import sharedmem
 from ..agent import wire
 from ..agent.submission import RankPlan
 from ..config import Settings
-from ..errors import AgentLost, CheckpointError, by_name
+from ..errors import AgentLost, CheckpointError, SaveFailed, by_name
 from ..format.keys import Attempt
 from ..repo.runs import Started
 from .handle import SaveHandle
@@ -55,7 +55,7 @@ class AgentClient:
     release: Callable[[Buffer], None]
     settle: Callable[[Attempt, CheckpointError], CheckpointError | None]  #: of a save that no agent will finish
     agent_pid: int | None = None
-    _pending: dict[int, Pending] = field(default_factory=dict)
+    _pending: dict[tuple[int, int], Pending] = field(default_factory=dict)  #: by run and ordinal
     _socket: socket.socket | None = None
     _sent_plan: tuple[int, str] | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -66,24 +66,24 @@ class AgentClient:
     def submit(self, pending: Pending) -> None:
         """Hand over a snapshot. Whatever goes wrong ends up in its handle."""
         with self._lock:
-            self._pending[pending.message["attempt"][1]] = pending
-            try:
-                self.ensure()
-            except CheckpointError as error:
-                self._fail_all(error)
-                return
+            self._pending[pending.handle.run, pending.handle.ordinal] = pending
+            self._have_reader()
             if self._socket is not None:
                 try:
                     self._send(pending)
                 except OSError as error:
-                    self._hang_up(error)
+                    log.info("the agent cannot be told: %s", error)
+                    self._hang_up(self._socket)
 
     def ensure(self) -> None:
         """Have an agent. :raises AgentLost: none could be started. :raises ConfigError: the runtime folder is bad."""
         with self._lock:
-            if self._reader is not None and self._reader.is_alive():
-                return
-            self._install(*self._connect())
+            if self._reader is None:
+                self._install(*self._connect())
+                self._have_reader()
+
+    def _have_reader(self) -> None:
+        if self._reader is None:
             self._reader = threading.Thread(target=self._read, name="ckptstore-outcomes", daemon=True)
             self._reader.start()
 
@@ -94,7 +94,22 @@ class AgentClient:
                 try:
                     self._send_plan(run, plan)
                 except OSError as error:
-                    self._hang_up(error)
+                    log.info("the agent cannot be told: %s", error)
+                    self._hang_up(self._socket)
+
+    def refuse(self, attempt: Attempt, rank: int, error: CheckpointError) -> None:
+        """Tell that this rank's part of an attempt will not come, so that nobody waits for it."""
+        reason = f"rank {rank}: {type(error).__name__}: {error}"
+        message = {"type": "refuse", "attempt": attempt.to_json(), "rank": rank, "reason": reason}
+        with self._lock:
+            if self._socket is not None:
+                try:
+                    sharedmem.send(self._socket, wire.pack(message))
+                    return
+                except OSError as gone:
+                    log.info("the agent cannot be told: %s", gone)
+                    self._hang_up(self._socket)
+        self.settle(attempt, SaveFailed(reason))
 
     def close(self) -> None:
         """Say goodbye. Saves on their way go on, and their handles still hear how they end."""
@@ -110,7 +125,7 @@ class AgentClient:
     def _send(self, pending: Pending) -> None:
         assert self._socket is not None
         self._send_plan(pending.run, pending.plan)
-        message = {**pending.message, "again": pending.sent > 0}
+        message = {**pending.message, "run_id": pending.run.run.id, "again": pending.sent > 0}
         pending.sent += 1
         sharedmem.send(self._socket, wire.pack(message), [pending.buffer.segment.fd])
 
@@ -118,7 +133,8 @@ class AgentClient:
         assert self._socket is not None
         if self._sent_plan == (run.run.number, plan.fingerprint):
             return
-        message = {"type": "plan", "run": run.run.number, "base": run.to_json()["base"], "plan": plan.to_json()}
+        base = None if run.run.base is None else run.run.base.to_json()
+        message = {"type": "plan", "run": run.run.number, "base": base, "plan": plan.to_json()}
         sharedmem.send(self._socket, wire.pack(message))
         self._sent_plan = (run.run.number, plan.fingerprint)
 
@@ -129,12 +145,11 @@ class AgentClient:
             except OSError:
                 log.info("the agent had ended before it was closed")
 
-    def _hang_up(self, error: OSError) -> None:
-        """Wake the reader, which finds another agent and submits again."""
-        log.info("the agent cannot be told: %s", error)
-        if self._socket is not None:
+    def _hang_up(self, connection: socket.socket | None) -> None:
+        """End a line for all who hold it, forked children too. The reader wakes, finds another agent, submits again."""
+        if connection is not None:
             with contextlib.suppress(OSError):  # the agent may have hung up first
-                self._socket.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _install(self, connection: socket.socket, pid: int) -> None:
         self._socket, self.agent_pid, self._sent_plan = connection, pid, None
@@ -204,50 +219,57 @@ class AgentClient:
         return int(answer["pid"])
 
     def _read(self) -> None:
-        """Hear from the agent until it is closed and nothing is pending; if it dies, find another."""
+        """Hear from the agent until it is closed and nothing is pending; without one, find one."""
         while True:
-            connection = self._socket
-            assert connection is not None
+            connection = self._socket or self._find_agent()
+            if connection is None:
+                return
             try:
-                while True:
-                    data, _ = sharedmem.recv(connection, limit=wire.LIMIT)
-                    if self._hear(wire.unpack(data)):
-                        connection.close()
-                        return
+                while not self._hear(wire.unpack(sharedmem.recv(connection, limit=wire.LIMIT)[0])):
+                    pass
+                self._hang_up(connection)
+                connection.close()
+                return
             except (OSError, EOFError, ValueError) as error:
-                log.info("the agent's line ended: %s", error)
+                log.info("the line of agent %s ended: %s", self.agent_pid, error)
             connection.close()
             with self._lock:
                 self._socket = None
                 self._fail_all(AgentLost(f"{_MAX_AGENTS} agents ended over this save"), sent=_MAX_AGENTS)
                 if self._closing and not self._pending:
                     return
-            log.warning("the agent (process %s) is gone; %d saves go to a new one", self.agent_pid, len(self._pending))
-            try:
-                found = self._connect()  # without the lock: training goes on meanwhile
-            except CheckpointError as error:
-                with self._lock:
-                    self._reader = None  # the next save tries again
-                    self._fail_all(error)
-                return
+
+    def _find_agent(self) -> socket.socket | None:
+        """A new agent's line, once it has all that is pending; None if there is no agent to be had."""
+        log.info("%d saves look for an agent", len(self._pending))
+        try:
+            connection, pid = self._connect()  # without the lock: training goes on meanwhile
+        except CheckpointError as error:
             with self._lock:
-                self._install(*found)
-                try:
-                    for _, pending in sorted(self._pending.items()):
-                        self._send(pending)
-                    if self._closing:
-                        self._send_close()
-                except OSError as error:
-                    self._hang_up(error)
+                self._reader = None  # the next save tries again
+                self._fail_all(error)
+            return None
+        with self._lock:
+            self._install(connection, pid)
+            try:
+                for _, pending in sorted(self._pending.items()):
+                    self._send(pending)
+                if self._closing:
+                    self._send_close()
+            except OSError as error:
+                log.info("agent %d cannot be told: %s", pid, error)
+                self._hang_up(connection)
+        return connection
 
     def _hear(self, message: wire.Message) -> bool:
         """Act on a message. True: all is said."""
         with self._lock:
-            pending = self._pending.get(message.get("ordinal", -1))
+            attempt = (message.get("run", -1), message.get("ordinal", -1))
+            pending = self._pending.get(attempt)
             if message["type"] == "accepted" and pending is not None:
                 pending.handle.staged()
             elif message["type"] == "outcome" and pending is not None:
-                del self._pending[message["ordinal"]]
+                del self._pending[attempt]
                 self._end(pending, message)
             elif message["type"] == "closed":
                 self._closing = True
@@ -261,7 +283,7 @@ class AgentClient:
     def _fail_all(self, error: CheckpointError, sent: int = 0) -> None:
         """Fail what was sent so many times or more."""
         lost = error if isinstance(error, AgentLost) else AgentLost(str(error))
-        for ordinal in [ordinal for ordinal, pending in self._pending.items() if pending.sent >= sent]:
-            pending = self._pending.pop(ordinal)
+        for attempt in [attempt for attempt, pending in self._pending.items() if pending.sent >= sent]:
+            pending = self._pending.pop(attempt)
             self.release(pending.buffer)
             pending.handle.finish(self.settle(Attempt(*pending.message["attempt"]), lost))

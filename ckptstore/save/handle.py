@@ -35,6 +35,7 @@ class SaveHandle:
         self.step = step
         self.skipped = False
         self.stats = SaveStats()
+        self.run = self.ordinal = 0  #: which attempt it is
         self.observed = False  #: somebody has been told how it ended
         self._started = started
         self._staged, self._ended = threading.Event(), threading.Event()

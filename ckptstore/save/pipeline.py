@@ -19,7 +19,7 @@ from ..agent import wire
 from ..agent.submission import key_to_json
 from ..agree import from_first, together
 from ..config import Settings
-from ..errors import CheckpointError, ConfigError, OutcomeUnknown, StepExists, Superseded, UnsupportedValue
+from ..errors import CheckpointError, ConfigError, OutcomeUnknown, SaveFailed, StepExists, Superseded, UnsupportedValue
 from ..format.commit import Aborted, Commit
 from ..format.keys import Attempt
 from ..group import Group
@@ -30,7 +30,7 @@ from .client import AgentClient, Pending
 from .digest import tensor_digest
 from .handle import SaveHandle
 from .planner import Planner, SavePlan
-from .snapshot import Pool, room_for
+from .snapshot import Buffer, Pool, room_for
 
 T = TypeVar("T")
 log = logging.getLogger("ckptstore")
@@ -63,40 +63,56 @@ class Saver:
         self._planner: Planner | None = None
         self._run: runs.Started | None = None
         self._ordinal = 0
+        self._superseded: Superseded | None = None
         self._by_step: dict[int, SaveHandle] = {}
 
     def save(self, request: Request) -> SaveHandle:
         """See CheckpointStore.save."""
         handle = SaveHandle(request.step, time.perf_counter())
         self._report_failures()
-        metrics = None if request.metrics is None else json.loads(json.dumps(dict(request.metrics), allow_nan=False))
-        captured, plan, run = self._agree(request)
-        self._client.introduce(run, plan.rank_plan)
-        generation = self._generation(request.step, run, request.overwrite)
-        buffer = self._pool.take(room_for(plan, captured), self.settings.timeout, self._uploading)
+        first = self._begin(request) if self._run is None else None
+        assert self._run is not None
+        run, attempt = self._run, self._next_attempt(request)
+        handle.run, handle.ordinal = attempt.run, attempt.ordinal
+        self._by_step[request.step] = handle
         try:
+            self._check_superseded(run)
+            captured, plan = first or self._planned(request)
+            self._client.introduce(run, plan.rank_plan)
+            buffer = self._pool.take(room_for(plan, captured), self.settings.timeout, self._uploading)
+            message = self._copy(request, attempt, captured, plan, buffer)
+        except BaseException as error:  # other ranks' part of this save must not wait for ours
+            failure = error if isinstance(error, CheckpointError) else SaveFailed(f"{type(error).__name__}: {error}")
+            self._client.refuse(attempt, self.group.rank, failure)
+            handle.finish(failure)
+            raise
+        self.handles.append(handle)
+        self._client.submit(Pending(run, plan.rank_plan, message, buffer, handle))
+        handle.left(plan.size)
+        self._pool.warm(room_for(plan, captured))
+        return handle
+
+    def _copy(
+        self, request: Request, attempt: Attempt, captured: Captured, plan: SavePlan, buffer: Buffer
+    ) -> dict[str, Any]:
+        """Phase one itself; what the agent is told about it."""
+        try:
+            metrics = None if request.metrics is None else _json_able(request.metrics)
             buffer.arrange(plan, captured)
             buffer.fill(captured)
             values = buffer.put_values(plan, captured)
-            self._ordinal += 1
-            message = {
+            return {
                 "type": "submit",
                 "plan": plan.rank_plan.fingerprint,
-                "attempt": [run.run.number, self._ordinal, request.step, generation],
+                "attempt": attempt.to_json(),
                 "values": [[v.name, v.rank, v.offset, v.length, v.owned, v.witness, v.across] for v in values],
-                "digests": self._large_digests(plan, captured),
+                "digests": self._seldom_digests(plan, captured),
                 "metrics": metrics,
                 "pin": request.pin,
             }
         except BaseException:
             self._pool.give_back(buffer)
             raise
-        self.handles.append(handle)
-        self._by_step[request.step] = handle
-        self._client.submit(Pending(run, plan.rank_plan, message, buffer, handle))
-        handle.left(plan.size)
-        self._pool.warm(room_for(plan, captured))
-        return handle
 
     def prepare(self, request: Request) -> None:
         """See CheckpointStore.prepare."""
@@ -106,7 +122,7 @@ class Saver:
 
     def restart(self, loaded: int | None) -> None:
         """The next save starts a new run, which goes on from step `loaded`."""
-        self.loaded, self._run = loaded, None
+        self.loaded, self._run, self._superseded = loaded, None, None
         self._by_step.clear()
 
     def start_run(self, step: int | None, overwrite: bool) -> runs.Started:
@@ -129,24 +145,41 @@ class Saver:
         self._client.close()
         self._pool.close()
 
-    def _agree(self, request: Request) -> tuple[Captured, SavePlan, runs.Started]:
-        """The state's slices, the plan and the run. Collective at a run's first save and when the structure changed."""
-        if self._run is not None:
-            captured = self._capture(request)
-            planner = self._planner
-            if planner is not None and planner.current is not None and planner.fits(captured):
-                return captured, planner.current, self._run
-            return captured, self._make_plan(captured), self._run
-        captured = self._capture_together(request, "the first save")
+    def _begin(self, request: Request) -> tuple[Captured, SavePlan]:
+        """At a run's first save: agree on the plan and start the run. Collective."""
+        captured = self._capture_together(request, "save for the first time")
         plan = None if self._planner is None else self._planner.current
         if self.group.any(self._planner is None or not self._planner.fits(captured)) or plan is None:
             plan = self._make_plan(captured)
-        self._run = self.start_run(request.step, request.overwrite)
-        return captured, plan, self._run
+        self._run, self._ordinal = self.start_run(request.step, request.overwrite), 0
+        return captured, plan
+
+    def _planned(self, request: Request) -> tuple[Captured, SavePlan]:
+        """The state's slices and the plan for them. Collective if the structure has changed, as all ranks' must."""
+        captured, planner = self._capture(request), self._planner
+        if planner is not None and planner.current is not None and planner.fits(captured):
+            return captured, planner.current
+        return captured, self._make_plan(captured)
+
+    def _next_attempt(self, request: Request) -> Attempt:
+        """Counted locally, and so that all ranks come to the same: before anything that only one of them may fail in.
+
+        :raises StepExists: the step is stored, or about to be.
+        """
+        assert self._run is not None
+        steps, before = self._run.steps, self._by_step.get(request.step)
+        stored = request.step in steps
+        if before is not None:  # how it ended is the same on all ranks
+            stored = before.exception(self.settings.timeout) is None
+        if stored and not request.overwrite:
+            raise StepExists(f"step {request.step} is in {self.url} already; overwrite=True replaces it")
+        steps[request.step] = steps.get(request.step, -1) + 1
+        self._ordinal += 1
+        return Attempt(self._run.run.number, self._ordinal, request.step, steps[request.step])
 
     def _capture_together(self, request: Request, purpose: str) -> Captured:
         """The state's slices, and an agent; what any rank raises on the way, all raise. Collective."""
-        self.group.meet(purpose, self.settings.timeout)
+        self.group.meet(purpose)
         together(self.group, self._client.ensure)
         return together(self.group, lambda: self._capture(request))
 
@@ -166,24 +199,10 @@ class Saver:
             runtime_dir = self.settings.runtime_dir.absolute()
             wire.meeting(runtime_dir, self.url)
             node = wire.node_identity(runtime_dir)
-            self._planner = Planner(self.group, node, self.settings.chunk_size, self.settings.timeout)
+            self._planner = Planner(self.group, node, self.settings.chunk_size)
         return self._planner.make(captured)
 
-    def _generation(self, step: int, run: runs.Started, overwrite: bool) -> int:
-        """The generation that this attempt fills. Every attempt of a step in a run has one of its own.
-
-        :raises StepExists: the step is stored, or about to be.
-        """
-        before = self._by_step.get(step)
-        stored = step in run.steps
-        if before is not None:  # how it ended is the same on all ranks
-            stored = before.exception(self.settings.timeout) is None
-        if stored and not overwrite:
-            raise StepExists(f"step {step} is in {self.url} already; overwrite=True replaces it")
-        run.steps[step] = run.steps.get(step, -1) + 1
-        return run.steps[step]
-
-    def _large_digests(self, plan: SavePlan, captured: Captured) -> list[Any]:
+    def _seldom_digests(self, plan: SavePlan, captured: Captured) -> list[Any]:
         """Digests of the larger replicas, in every CHECK_REPLICAS-th save; the plan has compared them in the first."""
         if not plan.seldom or self._ordinal % self.settings.check_replicas:
             return []
@@ -206,22 +225,48 @@ class Saver:
         return None if isinstance(found, Commit) else error
 
     def _report_failures(self) -> None:
-        """Say what earlier saves ended with that nobody has been told."""
-        for handle in [handle for handle in self.handles if handle.done()]:
-            told, error = handle.observed, handle.exception(0)
-            if isinstance(error, Superseded):
-                raise error
+        """Log what earlier saves ended with that nobody has been told; with ON_ERROR=raise, raise it.
+
+        All ranks must raise it at the same save, so they do once the save's buffer is needed again: then all know.
+        """
+        known = self._ordinal if self.group.size == 1 else self._ordinal + 1 - self.settings.buffers
+        for handle in list(self.handles):
+            due = handle.ordinal <= known or not self._is_current(handle)
+            if self.settings.on_error == "raise" and not due:
+                break
+            if not handle.done() and (self.settings.on_error == "warn" or self.group.size == 1):
+                continue
+            told, error = handle.observed, handle.exception(self.settings.timeout)
             self.handles.remove(handle)
             if error is None and self._by_step.get(handle.step) is handle:
                 del self._by_step[handle.step]  # stored, as run.steps says
-            if error is None or told:
-                continue
-            if self.settings.on_error == "raise":
-                raise error
-            log.warning("step %d was not saved: %s: %s", handle.step, type(error).__name__, error)
+            if isinstance(error, Superseded) and self._is_current(handle):
+                self._superseded = error
+            elif error is not None and not told:
+                if self.settings.on_error == "raise":
+                    raise error
+                log.warning("step %d was not saved: %s: %s", handle.step, type(error).__name__, error)
+
+    def _check_superseded(self, run: runs.Started) -> None:
+        for handle in self.handles:
+            error = handle.exception(0) if handle.done() and self._is_current(handle) else None
+            if isinstance(error, Superseded):
+                self._superseded = error
+        if self._superseded is not None:
+            raise self._superseded
+
+    def _is_current(self, handle: SaveHandle) -> bool:
+        return self._run is not None and handle.run == self._run.run.number
 
     def _uploading(self) -> str:
         return f"the upload of steps {[handle.step for handle in self.handles if not handle.done()]}"
+
+
+def _json_able(metrics: Mapping[str, Any]) -> Any:
+    try:
+        return json.loads(json.dumps(dict(metrics), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"metrics {dict(metrics)!r} are not JSON-able: {error}") from error
 
 
 async def _with_backend(url: str, work: Callable[[Backend], Awaitable[T]]) -> T:

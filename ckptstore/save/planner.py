@@ -43,8 +43,8 @@ class SavePlan:
 class Planner:
     """Makes and keeps the plan; its collectives run when this rank's structure has changed, which all ranks' must."""
 
-    def __init__(self, group: Group, node: str, chunk_size: int, timeout: float) -> None:
-        self.group, self.node, self.chunk_size, self.timeout = group, node, chunk_size, timeout
+    def __init__(self, group: Group, node: str, chunk_size: int) -> None:
+        self.group, self.node, self.chunk_size = group, node, chunk_size
         self.current: SavePlan | None = None
         self.holders: dict[SliceKey, tuple[int, ...]] = {}  #: the ranks that hold each of this rank's slices
 
@@ -58,7 +58,7 @@ class Planner:
         :raises ReplicaMismatch, StateError: on every rank alike. :raises WaitTimeout: some ranks did not come.
         """
         structure = _structure(captured)
-        held = agreement.holders(self.group, _rows(captured), self.timeout)
+        held = agreement.holders(self.group, _rows(captured))
         mine = blake3(repr(structure).encode()).hexdigest()
         ranks = [json.loads(found) for found in self.group.gather(json.dumps([self.node, mine]).encode())]
         node_of, fingerprint = [node for node, _ in ranks], blake3(repr(ranks).encode()).hexdigest()

@@ -61,7 +61,7 @@ def a_plan(**changed: Any) -> wire.Message:
 
 def a_submission(ordinal: int, **changed: Any) -> wire.Message:
     message = {"type": "submit", "plan": "f", "attempt": [7, ordinal, ordinal, 0], "values": [], "digests": []}
-    return {**message, "metrics": None, "pin": False, "again": False, **changed}
+    return {**message, "metrics": None, "pin": False, "again": False, "run_id": "x", **changed}
 
 
 def test_frames_that_no_trainer_sends(tmp_path: Path, runtime: Path) -> None:
