@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from .errors import StepExists as StepExists
     from .errors import StepNotFound as StepNotFound
     from .errors import StorageFull as StorageFull
+    from .errors import StructureChanged as StructureChanged
     from .errors import Superseded as Superseded
     from .errors import UnsupportedValue as UnsupportedValue
     from .errors import WaitTimeout as WaitTimeout
-    from .load.report import LoadReport as LoadReport
-    from .save.handle import SaveHandle as SaveHandle
+    from .loading.report import LoadReport as LoadReport
+    from .saving.handle import SaveHandle as SaveHandle
     from .state import PerRank as PerRank
     from .state import Rank0 as Rank0
     from .state import Sharded as Sharded
@@ -45,8 +46,8 @@ _HOME = {
     "load": "store",
     "wait": "store",
     "Settings": "config",
-    "SaveHandle": "save.handle",
-    "LoadReport": "load.report",
+    "SaveHandle": "saving.handle",
+    "LoadReport": "loading.report",
     "Sharded": "state",
     "PerRank": "state",
     "Rank0": "state",
@@ -54,7 +55,16 @@ _HOME = {
 }
 _ERRORS = (
     *("CheckpointError", "ConfigError", "StateError", "UnsupportedValue", "ReplicaMismatch", "StateMismatch"),
-    *("LineageError", "StepExists", "Superseded", "StepNotFound", "SaveFailed", "StorageFull", "AgentLost"),
+    *(
+        "LineageError",
+        "StepExists",
+        "Superseded",
+        "StepNotFound",
+        "SaveFailed",
+        "StorageFull",
+        "StructureChanged",
+        "AgentLost",
+    ),
     *("OutcomeUnknown", "CorruptCheckpoint", "LoadIncomplete", "WaitTimeout"),
 )
 _HOME |= dict.fromkeys(_ERRORS, "errors")

@@ -14,6 +14,7 @@
     ├── StepNotFound                 no such checkpoint
     ├── SaveFailed                   the save did not become durable; nothing of it is visible
     │   ├── StorageFull              no space where the checkpoint should go
+    │   ├── StructureChanged         the state got another structure on some ranks, not on all
     │   └── AgentLost                the agent died and no other could be started
     ├── OutcomeUnknown               storage stopped answering; the checkpoint may or may not exist
     ├── CorruptCheckpoint            stored bytes are not what was written
@@ -70,6 +71,10 @@ class SaveFailed(CheckpointError):
 
 class StorageFull(SaveFailed):
     """Storage or memory had no room for the checkpoint."""
+
+
+class StructureChanged(SaveFailed):
+    """The state got another structure on some ranks and not on others; a save soon after plans anew on all."""
 
 
 class AgentLost(SaveFailed):

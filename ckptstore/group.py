@@ -10,13 +10,16 @@ import datetime
 import itertools
 import json
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 
 from .errors import CheckpointError, WaitTimeout
 
+_POLL = 0.02  # seconds
 _GRACE = datetime.timedelta(seconds=5)  # for rank 0's answer, past the time that it waits itself
 
 
@@ -27,6 +30,7 @@ class Group:
         """:param timeout: seconds after which a rank that does not answer counts as lost. Collective."""
         self.rank, self.size, self.collectives = 0, 1, 0
         self._group: dist.ProcessGroup | None = None
+        self._background = ThreadPoolExecutor(1, "ckptstore-store")  # its thread starts when first used
         self._timeout = datetime.timedelta(seconds=timeout)
         if dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
@@ -37,12 +41,13 @@ class Group:
                 self._store = dist.distributed_c10d._get_default_store()
                 self._name = f"ckptstore/{self._group.group_name}"
 
-    def meet(self, purpose: str) -> None:
+    def meet(self, purpose: str, unless: Callable[[], bool] | None = None) -> None:
         """Wait until all ranks are here, for the same purpose. Unlike a collective, a failure leaves nothing broken.
 
         Each rank lays a token down in the job's store; rank 0 waits for those of all, and then tells every rank that
         came how it went.
 
+        :param unless: asked now and then; once it says so, whoever is missing will not come.
         :raises WaitTimeout: some did not come in time; on every rank the message names them.
         :raises CheckpointError: they came for different purposes.
         """
@@ -51,13 +56,11 @@ class Group:
         token = secrets.token_hex(8)
         self._store.set(self._here(self.rank), f"{token} {purpose}")
         if self.rank == 0:
-            self._call_the_roll()
+            self._call_the_roll(unless)
         verdict = f"{self._name}/go/{token}"
-        try:
-            self._store.wait([verdict], self._timeout + _GRACE)
-        except RuntimeError as error:
+        if not self._wait_for([verdict], self._timeout + _GRACE, unless):
             self._store.delete_key(self._here(self.rank))
-            raise WaitTimeout(f"{purpose}: rank 0 did not come within {self._timeout.total_seconds():g} s") from error
+            raise WaitTimeout(f"{purpose}: rank 0 did not come within {self._timeout.total_seconds():g} s")
         purposes = json.loads(self._store.get(verdict))
         self._store.delete_key(verdict)
         missing = [rank for rank, other in enumerate(purposes) if other is None]
@@ -67,11 +70,31 @@ class Group:
             if other != purpose:
                 raise CheckpointError(f"ranks do different things: rank {self.rank} {purpose}, rank {rank} {other}")
 
-    def _call_the_roll(self) -> None:
+    def _wait_for(self, keys: list[str], timeout: datetime.timedelta, unless: Callable[[], bool] | None) -> bool:
+        """Whether the keys came."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        if unless is None:
+            with contextlib.suppress(RuntimeError):
+                self._store.wait(keys, timeout)
+        else:
+            while not self._store.check(keys) and not unless() and time.monotonic() < deadline:
+                time.sleep(_POLL)
+        return bool(self._store.check(keys))
+
+    def pass_by(self, mark: str, old: str) -> None:
+        """Let ranks that wait for a meeting at `mark` know that this one goes on without; in the background."""
+        if self._group is not None:
+            self._background.submit(self._store.set, f"{self._name}/passed/{mark}", "")
+            self._background.submit(self._store.delete_key, f"{self._name}/passed/{old}")
+
+    def passed(self, mark: str) -> bool:
+        """Whether some rank has gone on without a meeting at `mark`."""
+        return self._group is not None and bool(self._store.check([f"{self._name}/passed/{mark}"]))
+
+    def _call_the_roll(self, unless: Callable[[], bool] | None) -> None:
         """Rank 0's part: wait for all, take their tokens away, and tell each who came for what."""
         here = [self._here(rank) for rank in range(self.size)]
-        with contextlib.suppress(RuntimeError):  # the time is over: those who came must know who did not
-            self._store.wait(here, self._timeout)
+        self._wait_for(here, self._timeout, unless)  # if the time is over, those who came must know who did not
         came = {rank: self._store.get(key).decode().split(" ", 1) for rank, key in enumerate(here) if self._there(key)}
         purposes = [came[rank][1] if rank in came else None for rank in range(self.size)]
         for rank, (token, _) in came.items():
@@ -126,6 +149,7 @@ class Group:
         return bool(answer.item())
 
     def close(self) -> None:
+        self._background.shutdown()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None

@@ -16,13 +16,13 @@ from .agree import from_first
 from .config import settings as read_settings
 from .errors import CheckpointError, ConfigError, LoadIncomplete
 from .group import Group
-from .load.pipeline import load as run_load
-from .load.report import LoadReport
+from .loading.pipeline import load as run_load
+from .loading.report import LoadReport
 from .loop import Loop
 from .preemption import Preemption
 from .repo import lineage
-from .save.handle import SaveHandle
-from .save.pipeline import Request, Saver
+from .saving.handle import SaveHandle
+from .saving.pipeline import Request, Saver
 
 if TYPE_CHECKING:
     import torch.distributed as dist

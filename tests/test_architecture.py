@@ -19,12 +19,12 @@ LAYERS = [
     ["ckptstore.format", "ckptstore.config", "ckptstore.loop"],
     ["ckptstore.repo", "ckptstore.group", "ckptstore.state"],
     ["ckptstore.agent", "ckptstore.agree", "ckptstore.preemption"],
-    ["ckptstore.save", "ckptstore.load"],
+    ["ckptstore.saving", "ckptstore.loading"],
     ["ckptstore.store"],
     ["ckptstore.adapters", "ckptstore", "dataloader"],
 ]
 #: Layers whose members do not import each other.
-APART = [("ckptstore.save", "ckptstore.load"), ("ckptstore.state", "ckptstore.repo"), ("ckptstore", "dataloader")]
+APART = [("ckptstore.saving", "ckptstore.loading"), ("ckptstore.state", "ckptstore.repo"), ("ckptstore", "dataloader")]
 WITHOUT_TORCH = ("backends", "ckptstore.agent", "ckptstore.format", "ckptstore.repo", "ckptstore.errors")
 #: Modules that may unpickle: the loader's spawn module, an adapter's allow-list unpickler. Neither is there yet.
 MAY_PICKLE: tuple[str, ...] = ()

@@ -22,7 +22,6 @@ def detach(log: Path) -> None:
     if os.fork():
         os._exit(0)
     os.chdir("/")
-    os.umask(0o077)
     log_to(log)
 
 

@@ -14,7 +14,7 @@ from backends import open_backend
 from backends.base import Backend
 from backends.errors import BackendError
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SaveFailed
 from ..format.keys import Attempt, Slot
 from ..repo import lineage
 from . import wire
@@ -59,7 +59,7 @@ class Saves:
         self.gone: set[tuple[int, int]] = set()  #: (run, rank) whose trainer ended
         self.running: set[asyncio.Task[None]] = set()
         self._gatherings: dict[tuple[int, int], Gathering] = {}
-        self._refused: dict[tuple[int, int], str] = {}  #: attempts that some rank will not submit, and why
+        self._refused: dict[tuple[int, int], CheckpointError] = {}  #: attempts that some rank will not submit, and why
         self._persisters: dict[int, tuple[Persister, Backend]] = {}
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="hash")
 
@@ -93,18 +93,18 @@ class Saves:
         self.give_up_on_the_gone(nobody_left=False)
         await client.tell({"type": "accepted", "run": attempt.run, "ordinal": attempt.ordinal})
 
-    def refuse(self, attempt: Attempt, reason: str, client: Client) -> None:
+    def refuse(self, attempt: Attempt, error: CheckpointError, client: Client) -> None:
         """A rank says that its snapshot of this attempt will not come: what it says is what all hear."""
         key = (attempt.run, attempt.ordinal)
-        self._refused[key] = reason
+        self._refused[key] = error
         for old in list(self._refused)[:-_REFUSALS]:
             del self._refused[old]
         gathering = self._gatherings.get(key)
         if gathering is not None:
-            self._abort(gathering, reason)
+            self._abort(gathering, error)
         else:  # nobody here to be told, but there may be other nodes
             alone = self._gatherings[key] = Gathering(attempt, ())
-            self._end(alone, lambda persister: persister.abandon(attempt, reason, again=False), client)
+            self._end(alone, lambda persister: persister.abandon(attempt, error, again=False), client)
 
     def give_up_on_the_gone(self, nobody_left: bool) -> None:
         """Abort what waits for ranks that have ended; with nobody left, all that waits."""
@@ -112,15 +112,17 @@ class Saves:
             run, step = gathering.attempt.run, gathering.attempt.step
             gone = [rank for rank in gathering.missing if nobody_left or (run, rank) in self.gone]
             if gone:
-                self._abort(gathering, f"ranks {gone} ended before their snapshot of step {step} was complete")
+                self._abort(
+                    gathering, SaveFailed(f"ranks {gone} ended before their snapshot of step {step} was complete")
+                )
 
     def _overdue(self, gathering: Gathering) -> None:
         missing, step = gathering.missing, gathering.attempt.step
-        self._abort(gathering, f"ranks {missing} of this node did not submit step {step} in time")
+        self._abort(gathering, SaveFailed(f"ranks {missing} of this node did not submit step {step} in time"))
 
-    def _abort(self, gathering: Gathering, reason: str) -> None:
+    def _abort(self, gathering: Gathering, error: CheckpointError) -> None:
         again = any(submission.again for submission, _ in gathering.got.values())
-        self._end(gathering, lambda persister: persister.abandon(gathering.attempt, reason, again))
+        self._end(gathering, lambda persister: persister.abandon(gathering.attempt, error, again))
 
     async def _recall(self, gathering: Gathering) -> None:
         """Answer at once for an attempt that an agent before this one has ended; its other ranks may know already."""

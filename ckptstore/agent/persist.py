@@ -77,17 +77,17 @@ class Persister:
                 failure = SaveFailed(f"{type(error).__name__}: {error}")
             return await work.give_up(failure)
 
-    async def abandon(self, attempt: Attempt, reason: str, again: bool) -> dict[str, Any]:
+    async def abandon(self, attempt: Attempt, why: CheckpointError, again: bool) -> dict[str, Any]:
         """Fill the slot of an attempt whose snapshots are not complete with `aborted`, and conclude.
 
         :param again: an agent before this one had it, and may have got further.
         :raises CheckpointError: as `save`.
         """
         try:
-            found = await committing.fill(self.backend, Aborted(attempt, SaveFailed.__name__, reason))
+            found = await committing.fill(self.backend, Aborted(attempt, type(why).__name__, str(why)))
         except BackendError as error:  # other nodes then learn it at their deadline
             kind = OutcomeUnknown if again else SaveFailed
-            raise kind(f"{reason}; and {attempt.slot} could not be filled: {error}") from error
+            raise kind(f"{why}; and {attempt.slot} could not be filled: {error}") from error
         return await self.conclude(found)
 
     async def conclude(self, found: Commit | Aborted) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from backends import sharedmem
 from backends.sharedmem import Segment
 
+from ..errors import by_name
 from ..format.keys import Attempt, Slot
 from . import wire
 from .gathering import Saves
@@ -131,7 +132,8 @@ class Server:
                 elif message["type"] == "submit":
                     await self.saves.take(_submission(client, message, fds), client)
                 elif message["type"] == "refuse":
-                    self.saves.refuse(Attempt(*message["attempt"]), str(message["reason"]), client)
+                    error = by_name(message["error"], message["reason"])
+                    self.saves.refuse(Attempt(*message["attempt"]), error, client)
                 elif message["type"] == "close":
                     client.closed = True  # it may stay to hear how its saves end
                     await client.tell({"type": "closed"})

@@ -15,6 +15,7 @@ from backends.key import ObjectKey
 from ..errors import CorruptCheckpoint
 from . import document
 from .keys import Attempt, Slot
+from .model import SliceKey
 from .part import LIMIT as PART_LIMIT
 from .part import Part
 
@@ -83,6 +84,13 @@ def _disagreement(attempt: Attempt, parts: list[Part]) -> tuple[str, str] | None
             if header[what] != first[what]:
                 who = f"ranks {first['ranks']} and {header['ranks']}"
                 return "SaveFailed", f"{who} differ in {what}: {first[what]} and {header[what]}"
+    written: dict[SliceKey, dict[int, int]] = {}
+    for part in parts:
+        for extent in part.extents:
+            written.setdefault(extent.key, {})[extent.start] = extent.length
+    for key, lengths in written.items():
+        if sum(lengths.values()) != key.nbytes:
+            return "SaveFailed", f"{key.name!r}: {sum(lengths.values())} of its {key.nbytes} bytes were written"
     seen: dict[tuple[object, ...], tuple[bytes, list[int]]] = {}
     for part in parts:
         for witness in part.witnesses:

@@ -71,14 +71,14 @@ async def start(backend: Backend, first_step: int | None, loaded: int | None, ov
 def _check_place(url: str, step: int, kept: list[int], loaded: int | None, overwrite: bool) -> None:
     """Whether a first save of `step` has its place behind the steps `kept` by the run."""
     earlier = [other for other in kept if other < step]
-    back = f"rollback({earlier[-1]}) gives up what came later" if earlier else "another URL starts afresh"
+    back = f"rollback({earlier[-1]}) gives up what came after step {earlier[-1]}; " if earlier else ""
     if step in kept:
         if not overwrite:
-            raise StepExists(f"step {step} is in {url} already: overwrite=True replaces it, {back}")
+            raise StepExists(f"step {step} is in {url} already: overwrite=True replaces it; {back}another URL is empty")
     elif loaded == NOT_LOADED and kept and step < kept[-1]:
         raise LineageError(
             f"the first save is of step {step}, but {url} has step {kept[-1]} and nothing was loaded: load() first to "
-            f"go on from there; {back}; or use another URL for a new training"
+            f"go on from there; {back}or use another URL for a new training"
         )
 
 

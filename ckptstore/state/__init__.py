@@ -3,7 +3,7 @@
 ``capture`` at a save, ``template`` at a load; between them stand the names, boxes and encodings of the format.
 """
 
-from ckptstore.state.capture import Captured, TensorSlice, ValueSlice, capture
+from ckptstore.state.capture import Captured, TensorSlice, ValueSlice, capture, no_garbage_collection
 from ckptstore.state.catalog import Catalog, Target, TensorInfo
 from ckptstore.state.markers import PerRank, Rank0, Sharded
 from ckptstore.state.restore import Restore, template
@@ -20,5 +20,6 @@ __all__ = [
     "TensorSlice",
     "ValueSlice",
     "capture",
+    "no_garbage_collection",
     "template",
 ]

@@ -67,7 +67,7 @@ def capture(
     Raises UnsupportedValue, naming the path, for what is neither tensor nor plain data.
     """
     check_root(state)
-    with _no_garbage_collection():
+    with no_garbage_collection():
         made = _Capture(state, rank, _pattern(per_rank), _pattern(rank0))
         for key, item in state.items():
             made.node(item, join("", key), _Context(), 1)
@@ -77,7 +77,7 @@ def capture(
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     # Thousands of new objects set off full collections, which take 200 ms with torch loaded, and find nothing.
     if not gc.isenabled():
         yield

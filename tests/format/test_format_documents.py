@@ -145,7 +145,7 @@ def test_names_of_objects_parse_back_and_others_do_not() -> None:
 
 
 def part(node: int, **changes: Any) -> tuple[bytes, Part]:
-    header = {"step": 100, "plan": "p", "generation": 1, "ranks": [node], "world_size": 2, "layouts": {},
+    header = {"step": 100, "plan": "p", "generation": 1, "run_id": "r", "ranks": [node], "world_size": 2, "layouts": {},
               "bytes_state": 3, "bytes_written": 2, "metrics": None, "pin": False}  # fmt: skip
     witnesses = [Witness(SliceKey("w", -1, "float32", (1,), Box((0,), (1,))), changes.pop("digest", bytes(32)))]
     found = Part(header | changes, [], witnesses)

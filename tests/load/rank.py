@@ -20,7 +20,7 @@ from backends.errors import Permanent, Transient
 from backends.testing.faulty import FaultyBackend
 from ckptstore import Sharded
 from ckptstore.group import Group
-from ckptstore.load.pipeline import load
+from ckptstore.loading.pipeline import load
 from ckptstore.loop import Loop
 
 ROWS, COLUMNS = 12, 4

@@ -13,7 +13,7 @@ from blake3 import blake3
 from backends.base import Backend
 from ckptstore.format import commit as commits
 from ckptstore.format import part as parts
-from ckptstore.format.keys import Attempt, run_key
+from ckptstore.format.keys import Attempt, Slot, run_key
 from ckptstore.format.model import SHARED, VALUE, Box, SliceKey, whole
 from ckptstore.format.part import Chunk, Extent, Part
 from ckptstore.repo import lineage
@@ -88,6 +88,7 @@ def header(attempt: Attempt, rank: int, world_size: int) -> dict[str, Any]:
     return fixed | {
         "step": attempt.step,
         "generation": attempt.generation,
+        "run_id": f"run-{attempt.run}",
         "ranks": [rank],
         "world_size": world_size,
     }
@@ -98,7 +99,8 @@ async def stream(data: bytes) -> AsyncIterator[bytes]:
 
 
 async def write_run(backend: Backend, run: int = 1, resumed_from: int | None = None) -> None:
-    await backend.put_if_absent(run_key(run), lineage.encode_run(Run(run, f"run-{run}", resumed_from)))
+    base = None if resumed_from is None else Slot(resumed_from, run - 1, 0)
+    await backend.put_if_absent(run_key(run), lineage.encode_run(Run(run, f"run-{run}", resumed_from, base)))
 
 
 async def write(

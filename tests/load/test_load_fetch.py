@@ -16,11 +16,11 @@ from backends.memory import MemoryBackend
 from ckptstore.errors import CorruptCheckpoint, WaitTimeout
 from ckptstore.format.model import ITEMSIZE, Box, SliceKey, whole
 from ckptstore.format.part import Extent
-from ckptstore.load import fetch as fetching
-from ckptstore.load.fetch import fetch
-from ckptstore.load.place import Placer
-from ckptstore.load.plan import Copy, Plan, Saved, plan
-from ckptstore.load.storage import Storage
+from ckptstore.loading import fetch as fetching
+from ckptstore.loading.fetch import fetch
+from ckptstore.loading.place import Placer
+from ckptstore.loading.plan import Copy, Plan, Saved, plan
+from ckptstore.loading.storage import Storage
 from tests.load import stores
 
 PACK = "packs/000001/000001/00000-a-0000.pack"
@@ -114,7 +114,7 @@ def test_memory_and_requests_in_flight_are_bounded(monkeypatch: pytest.MonkeyPat
 
     for memory, most in ((1 << 30, 5), (100_000, 1), (300_000, 3), (1, 1)):
         monkeypatch.setattr(fetching, "MEMORY", memory)
-        monkeypatch.setattr("ckptstore.load.plan.MAX_READ", 100_000)
+        monkeypatch.setattr("ckptstore.loading.plan.MAX_READ", 100_000)
         watched = Watched(uuid.uuid4().hex)
         saved = stored([stores.piece("w", tensor)], watched, 50_000)
         target = torch.zeros_like(tensor)
@@ -163,7 +163,7 @@ def test_a_refusal_or_silence_is_not_corruption() -> None:
 
 def test_nothing_is_placed_after_a_failure_was_raised(monkeypatch: pytest.MonkeyPatch, backend: MemoryBackend) -> None:
     """One chunk is corrupt while another is being placed, slowly: the error waits until that has ended."""
-    monkeypatch.setattr("ckptstore.load.plan.MAX_READ", 1)
+    monkeypatch.setattr("ckptstore.loading.plan.MAX_READ", 1)
     saved = stored([stores.piece("w", torch.arange(64, dtype=torch.uint8))], backend, 16)
     asyncio.run(stores.replace(backend, ObjectKey(PACK), lambda data: stores.flip(data, 4 + 40)))
     running, placed = threading.Event(), []

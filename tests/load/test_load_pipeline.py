@@ -22,8 +22,8 @@ from ckptstore.format import commit as commits
 from ckptstore.format.keys import COMMITS, Attempt, run_key
 from ckptstore.format.model import Box
 from ckptstore.group import Group
-from ckptstore.load.pipeline import load as load_pipeline
-from ckptstore.load.report import LoadReport
+from ckptstore.loading.pipeline import load as load_pipeline
+from ckptstore.loading.report import LoadReport
 from ckptstore.state.values import encode
 from tests.load import stores
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptstore.errors import CorruptCheckpoint
 from ckptstore.format.model import Box, SliceKey, whole
 from ckptstore.format.part import Chunk, Extent
-from ckptstore.load.plan import MAX_GAP, MAX_READ, Plan, Saved, plan, rectangles
+from ckptstore.loading.plan import MAX_GAP, MAX_READ, Plan, Saved, plan, rectangles
 
 Array = np.ndarray[Any, Any]
 

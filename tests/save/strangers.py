@@ -11,7 +11,7 @@ from pathlib import Path
 from backends import canonical_url, sharedmem
 from ckptstore.agent import wire
 from ckptstore.config import settings
-from ckptstore.save.client import AgentClient
+from ckptstore.saving.client import AgentClient
 
 
 def new_client(store: Path, runtime: Path) -> AgentClient:

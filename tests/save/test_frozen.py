@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptstore import AgentLost, CheckpointStore
-from ckptstore.save import client
+from ckptstore.saving import client
 
 
 def test_a_frozen_agent_is_given_up(tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

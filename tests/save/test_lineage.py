@@ -96,7 +96,9 @@ def test_a_run_that_did_not_load_goes_on_behind_the_latest(open_store: Open) -> 
     later = open_store()
     save(later, 20)
     assert later.steps() == [10, 20]
-    with pytest.raises(LineageError, match=r"load\(\).*rollback\(5\).*another URL"):
+    with pytest.raises(LineageError, match=r"load\(\).*rollback\(10\).*another URL"):
+        save(open_store(), 15)
+    with pytest.raises(LineageError, match=r"load\(\) first to go on from there; or use another URL"):
         save(open_store(), 5)
     with pytest.raises(StepExists):
         save(open_store(), 20)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.format.model import SHARED, Box, SliceKey, itemsize, whole
-from ckptstore.save import plan
+from ckptstore.saving import plan
 
 CHUNK = 1 << 20
 

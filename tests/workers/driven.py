@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ckptstore import CheckpointStore, PerRank, SaveHandle, Sharded
-from ckptstore.save import client, snapshot
+from ckptstore.saving import client, snapshot
 from tests.save.content import mine, same, sharded
 
 

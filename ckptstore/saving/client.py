@@ -21,7 +21,7 @@ from backends import sharedmem
 from ..agent import wire
 from ..agent.submission import RankPlan
 from ..config import Settings
-from ..errors import AgentLost, CheckpointError, SaveFailed, by_name
+from ..errors import AgentLost, CheckpointError, SaveFailed, StructureChanged, by_name
 from ..format.keys import Attempt
 from ..repo.runs import Started
 from .handle import SaveHandle
@@ -99,8 +99,9 @@ class AgentClient:
 
     def refuse(self, attempt: Attempt, rank: int, error: CheckpointError) -> None:
         """Tell that this rank's part of an attempt will not come, so that nobody waits for it."""
+        kind = StructureChanged if isinstance(error, StructureChanged) else SaveFailed
         reason = f"rank {rank}: {type(error).__name__}: {error}"
-        message = {"type": "refuse", "attempt": attempt.to_json(), "rank": rank, "reason": reason}
+        message = {"type": "refuse", "attempt": attempt.to_json(), "error": kind.__name__, "reason": reason}
         with self._lock:
             if self._socket is not None:
                 try:
@@ -109,7 +110,7 @@ class AgentClient:
                 except OSError as gone:
                     log.info("the agent cannot be told: %s", gone)
                     self._hang_up(self._socket)
-        self.settle(attempt, SaveFailed(reason))
+        self.settle(attempt, kind(reason))
 
     def close(self) -> None:
         """Say goodbye. Saves on their way go on, and their handles still hear how they end."""

@@ -7,25 +7,36 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from backends import open_backend
 from backends.base import Backend
-from backends.errors import BackendError
+from backends.errors import BackendError, NoSpace
 
 from ..agent import commit as committing
 from ..agent import wire
 from ..agent.submission import key_to_json
 from ..agree import from_first, together
 from ..config import Settings
-from ..errors import CheckpointError, ConfigError, OutcomeUnknown, SaveFailed, StepExists, Superseded, UnsupportedValue
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    OutcomeUnknown,
+    SaveFailed,
+    StepExists,
+    StorageFull,
+    StructureChanged,
+    Superseded,
+    UnsupportedValue,
+    WaitTimeout,
+)
 from ..format.commit import Aborted, Commit
 from ..format.keys import Attempt
 from ..group import Group
 from ..loop import Loop
 from ..repo import runs
-from ..state import Captured, capture
+from ..state import Captured, capture, no_garbage_collection
 from .client import AgentClient, Pending
 from .digest import tensor_digest
 from .handle import SaveHandle
@@ -35,6 +46,8 @@ from .snapshot import Buffer, Pool, room_for
 T = TypeVar("T")
 log = logging.getLogger("ckptstore")
 
+_ALIKE = {"chunk_size", "check_replicas", "buffers", "on_error"}  # settings that all ranks must have alike
+_MARKS = 8  # saves after which no rank can still wait for one
 _VALUES_LIMIT = 512 << 20  # bytes of plain values on one rank
 
 
@@ -63,11 +76,17 @@ class Saver:
         self._planner: Planner | None = None
         self._run: runs.Started | None = None
         self._ordinal = 0
+        self._replanned = 0  #: the ordinal of the last save that planned anew because of one before
+        self._recent: dict[int, SaveHandle] = {}  #: by ordinal
         self._superseded: Superseded | None = None
         self._by_step: dict[int, SaveHandle] = {}
 
     def save(self, request: Request) -> SaveHandle:
         """See CheckpointStore.save."""
+        with no_garbage_collection():  # which would be part of the stall, and finds nothing among what is made here
+            return self._save(request)
+
+    def _save(self, request: Request) -> SaveHandle:
         handle = SaveHandle(request.step, time.perf_counter())
         self._report_failures()
         first = self._begin(request) if self._run is None else None
@@ -75,13 +94,16 @@ class Saver:
         run, attempt = self._run, self._next_attempt(request)
         handle.run, handle.ordinal = attempt.run, attempt.ordinal
         self._by_step[request.step] = handle
+        self._recent = {n: h for n, h in self._recent.items() if n >= attempt.ordinal - self.settings.buffers}
+        self._recent[attempt.ordinal] = handle
         try:
             self._check_superseded(run)
-            captured, plan = first or self._planned(request)
+            captured, plan = first or self._planned(request, attempt)
             self._client.introduce(run, plan.rank_plan)
             buffer = self._pool.take(room_for(plan, captured), self.settings.timeout, self._uploading)
             message = self._copy(request, attempt, captured, plan, buffer)
         except BaseException as error:  # other ranks' part of this save must not wait for ours
+            self.group.pass_by(_mark(attempt), "")
             failure = error if isinstance(error, CheckpointError) else SaveFailed(f"{type(error).__name__}: {error}")
             self._client.refuse(attempt, self.group.rank, failure)
             handle.finish(failure)
@@ -122,8 +144,9 @@ class Saver:
 
     def restart(self, loaded: int | None) -> None:
         """The next save starts a new run, which goes on from step `loaded`."""
-        self.loaded, self._run, self._superseded = loaded, None, None
+        self.loaded, self._run, self._superseded, self._replanned = loaded, None, None, 0
         self._by_step.clear()
+        self._recent.clear()
 
     def start_run(self, step: int | None, overwrite: bool) -> runs.Started:
         """Rank 0 registers the run; all ranks learn of it, or raise what it raised. Collective."""
@@ -137,6 +160,8 @@ class Saver:
     def _register(self, step: int | None, overwrite: bool) -> bytes:
         try:
             run = self.loop.run(runs.start(self.backend, step, self.loaded, overwrite))
+        except NoSpace as error:
+            raise StorageFull(f"{error}; free space there, the next save will try again") from error
         except BackendError as error:
             raise ConfigError(f"{self.url} cannot be used: {error}") from error
         return json.dumps(run.to_json()).encode()
@@ -154,12 +179,38 @@ class Saver:
         self._run, self._ordinal = self.start_run(request.step, request.overwrite), 0
         return captured, plan
 
-    def _planned(self, request: Request) -> tuple[Captured, SavePlan]:
-        """The state's slices and the plan for them. Collective if the structure has changed, as all ranks' must."""
+    def _planned(self, request: Request, attempt: Attempt) -> tuple[Captured, SavePlan]:
+        """The state's slices and the plan for them. Collective if the structure has changed.
+
+        :raises StructureChanged: it has on this rank, not on all. Once all ranks know, they plan anew.
+        """
         captured, planner = self._capture(request), self._planner
-        if planner is not None and planner.current is not None and planner.fits(captured):
+        assert planner is not None
+        if self._all_plan_anew(attempt):
+            self._replanned = attempt.ordinal
+            self.group.meet(f"plan save {attempt.ordinal} anew")
+            return captured, self._make_plan(captured)
+        mark = _mark(attempt)
+        if planner.current is not None and planner.fits(captured):
+            self.group.pass_by(mark, _mark(replace(attempt, ordinal=attempt.ordinal - _MARKS)))
             return captured, planner.current
+        try:
+            self.group.meet(f"plan save {attempt.ordinal} anew", unless=lambda: self.group.passed(mark))
+        except WaitTimeout as error:
+            if not self.group.passed(mark):
+                raise
+            raise StructureChanged(
+                f"step {attempt.step}: the state got another structure on rank {self.group.rank} and not on others, so "
+                f"this save is given up; the {self.settings.buffers}. save after this one plans anew on all ranks"
+            ) from error
         return captured, self._make_plan(captured)
+
+    def _all_plan_anew(self, attempt: Attempt) -> bool:
+        """Whether some rank's structure had changed, in the latest save whose end all ranks know by now."""
+        handle = self._recent.get(attempt.ordinal - self.settings.buffers)
+        if handle is None or handle.ordinal <= self._replanned:
+            return False
+        return isinstance(handle.peek(self.settings.timeout), StructureChanged)
 
     def _next_attempt(self, request: Request) -> Attempt:
         """Counted locally, and so that all ranks come to the same: before anything that only one of them may fail in.
@@ -170,7 +221,7 @@ class Saver:
         steps, before = self._run.steps, self._by_step.get(request.step)
         stored = request.step in steps
         if before is not None:  # how it ended is the same on all ranks
-            stored = before.exception(self.settings.timeout) is None
+            stored = before.peek(self.settings.timeout) is None
         if stored and not request.overwrite:
             raise StepExists(f"step {request.step} is in {self.url} already; overwrite=True replaces it")
         steps[request.step] = steps.get(request.step, -1) + 1
@@ -199,7 +250,7 @@ class Saver:
             runtime_dir = self.settings.runtime_dir.absolute()
             wire.meeting(runtime_dir, self.url)
             node = wire.node_identity(runtime_dir)
-            self._planner = Planner(self.group, node, self.settings.chunk_size)
+            self._planner = Planner(self.group, node, {"url": self.url, **self.settings.model_dump(include=_ALIKE)})
         return self._planner.make(captured)
 
     def _seldom_digests(self, plan: SavePlan, captured: Captured) -> list[Any]:
@@ -236,7 +287,7 @@ class Saver:
                 break
             if not handle.done() and (self.settings.on_error == "warn" or self.group.size == 1):
                 continue
-            told, error = handle.observed, handle.exception(self.settings.timeout)
+            told, error = handle.observed, handle.peek(self.settings.timeout)
             self.handles.remove(handle)
             if error is None and self._by_step.get(handle.step) is handle:
                 del self._by_step[handle.step]  # stored, as run.steps says
@@ -249,7 +300,7 @@ class Saver:
 
     def _check_superseded(self, run: runs.Started) -> None:
         for handle in self.handles:
-            error = handle.exception(0) if handle.done() and self._is_current(handle) else None
+            error = handle.peek(0) if handle.done() and self._is_current(handle) else None
             if isinstance(error, Superseded):
                 self._superseded = error
         if self._superseded is not None:
@@ -260,6 +311,10 @@ class Saver:
 
     def _uploading(self) -> str:
         return f"the upload of steps {[handle.step for handle in self.handles if not handle.done()]}"
+
+
+def _mark(attempt: Attempt) -> str:
+    return f"{attempt.run}.{attempt.ordinal}"
 
 
 def _json_able(metrics: Mapping[str, Any]) -> Any:

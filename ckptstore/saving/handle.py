@@ -59,12 +59,9 @@ class SaveHandle:
         :raises WaitTimeout: not within `timeout` seconds; the save goes on.
         :raises CheckpointError: what went wrong: SaveFailed, Superseded, OutcomeUnknown, ReplicaMismatch.
         """
-        if not self._ended.wait(timeout):
-            who = "the agent's upload and commit" if self._staged.is_set() else "the agent to take the snapshot"
-            raise WaitTimeout(f"step {self.step}: not durable within {timeout} s; waited for {who}")
-        self.observed = True
-        if self._error is not None:
-            raise self._error
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
 
     result = wait
 
@@ -74,13 +71,16 @@ class SaveHandle:
 
     def exception(self, timeout: float | None = None) -> CheckpointError | None:
         """What went wrong, None if it is durable. :raises WaitTimeout: neither within `timeout` seconds."""
-        try:
-            self.wait(timeout)
-        except WaitTimeout:
-            raise
-        except CheckpointError as error:
-            return error
-        return None
+        error = self.peek(timeout)
+        self.observed = True
+        return error
+
+    def peek(self, timeout: float | None) -> CheckpointError | None:
+        """As `exception`, for those who tell nobody."""
+        if not self._ended.wait(timeout):
+            who = "the agent's upload and commit" if self._staged.is_set() else "the agent to take the snapshot"
+            raise WaitTimeout(f"step {self.step}: not durable within {timeout} s; waited for {who}")
+        return self._error
 
     def left(self, copied: int) -> None:
         """`save` returns now, having copied so many bytes."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from ..agent.submission import RankPlan
+from ..errors import ConfigError
 from ..format.model import VALUE, SliceKey, whole
 from ..group import Group
 from . import agreement, plan
@@ -43,8 +44,9 @@ class SavePlan:
 class Planner:
     """Makes and keeps the plan; its collectives run when this rank's structure has changed, which all ranks' must."""
 
-    def __init__(self, group: Group, node: str, chunk_size: int) -> None:
-        self.group, self.node, self.chunk_size = group, node, chunk_size
+    def __init__(self, group: Group, node: str, settings: Mapping[str, Any]) -> None:
+        """:param settings: those that all ranks must have alike."""
+        self.group, self.node, self.settings = group, node, dict(settings)
         self.current: SavePlan | None = None
         self.holders: dict[SliceKey, tuple[int, ...]] = {}  #: the ranks that hold each of this rank's slices
 
@@ -60,8 +62,12 @@ class Planner:
         structure = _structure(captured)
         held = agreement.holders(self.group, _rows(captured))
         mine = blake3(repr(structure).encode()).hexdigest()
-        ranks = [json.loads(found) for found in self.group.gather(json.dumps([self.node, mine]).encode())]
-        node_of, fingerprint = [node for node, _ in ranks], blake3(repr(ranks).encode()).hexdigest()
+        told = json.dumps([self.node, mine, self.settings]).encode()
+        ranks = [json.loads(found) for found in self.group.gather(told)]
+        node_of, fingerprint = [node for node, *_ in ranks], blake3(repr(ranks).encode()).hexdigest()
+        for rank, (_, _, settings) in enumerate(ranks):
+            if settings != ranks[0][2]:
+                raise ConfigError(f"ranks 0 and {rank} differ in their settings: {ranks[0][2]} and {settings}")
         nodes = list(dict.fromkeys(node_of))
 
         rank, tensors = self.group.rank, captured.tensors
@@ -121,7 +127,7 @@ class Planner:
                 classes.setdefault(ranks, []).append(key)
         chunks = []
         for ranks, keys in sorted(classes.items()):
-            grid = plan.chunk_grid(keys, aliases, self.chunk_size)
+            grid = plan.chunk_grid(keys, aliases, self.settings["chunk_size"])
             owners = plan.share(grid, ranks)
             chunks += [chunk for chunk, owner in zip(grid, owners, strict=True) if owner == rank]
         return chunks, empty

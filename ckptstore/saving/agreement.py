@@ -45,7 +45,6 @@ def holders(group: Group, rows: Sequence[Row]) -> list[tuple[int, ...]]:
     :raises StateError: shapes or element types differ, or boxes leave a part of a tensor to nobody.
     :raises WaitTimeout: some ranks did not come.
     """
-    group.meet("plan a save")
     letters: list[list[Row]] = [[] for _ in range(group.size)]
     sent: list[tuple[int, int]] = []
     for row in rows:
