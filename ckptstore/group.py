@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from .errors import CheckpointError, WaitTimeout
+from .errors import CheckpointError, ConfigError, WaitTimeout
 
 _POLL = 0.02  # seconds
 _GRACE = datetime.timedelta(seconds=5)  # for rank 0's answer, past the time that it waits itself
@@ -34,6 +34,8 @@ class Group:
         self._timeout = datetime.timedelta(seconds=timeout)
         if dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+            if dist.get_rank() not in ranks:
+                raise ConfigError(f"rank {dist.get_rank()} is not in the process_group given, which has ranks {ranks}")
             self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
             if self.size > 1:
                 local = process_group is not None

@@ -20,6 +20,8 @@ class Sharded:
     offset: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tensor, torch.Tensor):
+            raise TypeError(f"Sharded holds a torch tensor, not {type(self.tensor).__qualname__}; use torch.from_numpy")
         object.__setattr__(self, "global_shape", tuple(map(int, self.global_shape)))
         object.__setattr__(self, "offset", tuple(map(int, self.offset)))
         shape = tuple(self.tensor.shape)

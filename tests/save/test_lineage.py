@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,11 +12,14 @@ import torch
 
 from ckptstore import (
     CheckpointStore,
+    CorruptCheckpoint,
     LineageError,
+    SaveFailed,
     SaveHandle,
     StepExists,
     StepNotFound,
     Superseded,
+    WaitTimeout,
 )
 
 Open = Callable[[], CheckpointStore]
@@ -170,3 +175,42 @@ def test_a_missing_step_is_named(open_store: Open) -> None:
     save(store, 1)
     with pytest.raises(StepNotFound, match="step 5"):
         loaded(store, 5)
+
+
+def test_a_zombie_cannot_replace_what_a_newer_run_stands_on(open_store: Open) -> None:
+    zombie = open_store()
+    for step in (10, 20):
+        save(zombie, step)
+    second = open_store()
+    loaded(second, 20)
+    save(second, 21)
+    handle = begin(zombie, 20, 0.5, overwrite=True)
+    with pytest.raises(Superseded):
+        handle.wait(30)
+    assert loaded(open_store(), 20) == (20, 20.0)
+
+
+def test_a_run_that_is_gone_is_not_an_empty_store(open_store: Open, tmp_path: Path) -> None:
+    save(open_store(), 1)
+    (tmp_path / "store" / "runs" / "000001.json").unlink()
+    with pytest.raises(CorruptCheckpoint, match=r"runs/000001\.json"):
+        loaded(open_store())
+    with pytest.raises(CorruptCheckpoint, match=r"runs/000001\.json"):
+        save(open_store(), 2)
+
+
+def test_a_save_that_found_no_buffer_can_be_tried_again(open_store: Open, tmp_path: Path) -> None:
+    with CheckpointStore(str(tmp_path / "store"), buffers=1, timeout=1) as store:
+        save(store, 1)
+        pid = store._saver._client.agent_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            first = begin(store, 2)
+            with pytest.raises(WaitTimeout, match="step"):
+                begin(store, 3)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert isinstance(first.exception(30), SaveFailed | None)
+        save(store, 3)
+        assert store.steps()[-1] == 3
