@@ -97,7 +97,7 @@ class Saver:
         self._recent = {n: h for n, h in self._recent.items() if n >= attempt.ordinal - self.settings.buffers}
         self._recent[attempt.ordinal] = handle
         try:
-            self._check_superseded(run)
+            self._check_superseded()
             captured, plan = first or self._planned(request, attempt)
             self._client.introduce(run, plan.rank_plan)
             buffer = self._pool.take(room_for(plan, captured), self.settings.timeout, self._uploading)
@@ -278,14 +278,16 @@ class Saver:
     def _report_failures(self) -> None:
         """Log what earlier saves ended with that nobody has been told; with ON_ERROR=raise, raise it.
 
-        All ranks must raise it at the same save, so they do once the save's buffer is needed again: then all know.
+        All ranks must raise it at the same save, so they do once the save's buffer is needed again: then all know. Nor
+        can it matter there whether this rank's user has been told, who may be another than other ranks'.
         """
-        known = self._ordinal if self.group.size == 1 else self._ordinal + 1 - self.settings.buffers
+        alone = self.group.size == 1
+        known = self._ordinal if alone else self._ordinal + 1 - self.settings.buffers
         for handle in list(self.handles):
             due = handle.ordinal <= known or not self._is_current(handle)
             if self.settings.on_error == "raise" and not due:
                 break
-            if not handle.done() and (self.settings.on_error == "warn" or self.group.size == 1):
+            if not handle.done() and (self.settings.on_error == "warn" or alone):
                 continue
             told, error = handle.observed, handle.peek(self.settings.timeout)
             self.handles.remove(handle)
@@ -293,12 +295,13 @@ class Saver:
                 del self._by_step[handle.step]  # stored, as run.steps says
             if isinstance(error, Superseded) and self._is_current(handle):
                 self._superseded = error
-            elif error is not None and not told:
-                if self.settings.on_error == "raise":
+            elif error is not None and self.settings.on_error == "raise":
+                if not (alone and told):
                     raise error
+            elif error is not None and not told:
                 log.warning("step %d was not saved: %s: %s", handle.step, type(error).__name__, error)
 
-    def _check_superseded(self, run: runs.Started) -> None:
+    def _check_superseded(self) -> None:
         for handle in self.handles:
             error = handle.peek(0) if handle.done() and self._is_current(handle) else None
             if isinstance(error, Superseded):

@@ -50,7 +50,9 @@ def main() -> None:
         for step in range(2, 9):
             x[0] = rank if step == 2 else 0
             try:
-                store.save(step, {"x": x})
+                handle = store.save(step, {"x": x})
+                if step == 2 and rank == 0:
+                    handle.exception(60)  # the user of one rank has been told
             except Exception as error:
                 raised.append([step, type(error).__name__])
         store.wait(60)
