@@ -192,6 +192,11 @@ class CheckpointStore:
         self._loop.close()
         self.group.close()
 
+    def leave(self) -> None:
+        """Only tell the agent that this process ends: what of `close` matters to others, and needs no threads."""
+        if not self._closed:
+            self._saver.leave()
+
     def __enter__(self) -> CheckpointStore:
         return self
 
@@ -241,7 +246,7 @@ def _store() -> CheckpointStore:
 
 def _close_at_exit(store: CheckpointStore) -> None:
     if not hasattr(sys, "last_value"):  # after an uncaught error the agent stays, for the job's next start
-        store.close()
+        store.leave()
 
 
 def save(step: int, state: Mapping[str, object], **options: Any) -> SaveHandle:

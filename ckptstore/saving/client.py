@@ -112,11 +112,15 @@ class AgentClient:
                     self._hang_up(self._socket)
         self.settle(attempt, kind(reason))
 
-    def close(self) -> None:
-        """Say goodbye. Saves on their way go on, and their handles still hear how they end."""
+    def say_goodbye(self) -> None:
+        """Tell the agent that no more saves will come from here."""
         with self._lock:
             self._closing = True
             self._send_close()
+
+    def close(self) -> None:
+        """Say goodbye. Saves on their way go on, and their handles still hear how they end."""
+        self.say_goodbye()
         reader, inprocess = self._reader, self._inprocess
         if reader is not None and not self._pending:
             reader.join(5)

@@ -166,6 +166,9 @@ class Saver:
             raise ConfigError(f"{self.url} cannot be used: {error}") from error
         return json.dumps(run.to_json()).encode()
 
+    def leave(self) -> None:
+        self._client.say_goodbye()
+
     def close(self) -> None:
         self._client.close()
         self._pool.close()
