@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
@@ -158,6 +159,8 @@ class Saves:
         for submission, client in gathering.got.values():
             submission.segment.close()
             await client.tell(message)
+        if answer["error"]:
+            gc.collect()  # a failure's traceback refers to the segments, and in a circle, so they would stay mapped
 
     def _persister(self, run: int, client: Client) -> Persister:
         if run not in self._persisters:

@@ -24,8 +24,8 @@ def state(step: int) -> dict[str, object]:
 
 
 def segments() -> list[str]:
-    """Mappings of shared memory segments in this process."""
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+    """Mappings of the store's shared memory segments in this process."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:ckptstore" in line]
 
 
 def threads() -> list[str]:
