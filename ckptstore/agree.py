@@ -10,8 +10,7 @@ import json
 from collections.abc import Callable
 from typing import TypeVar
 
-from . import errors
-from .errors import CheckpointError, CorruptCheckpoint, StateMismatch
+from .errors import CheckpointError, CorruptCheckpoint, StateMismatch, named
 from .group import Group
 
 T = TypeVar("T")
@@ -58,8 +57,8 @@ def _verdict(failures: dict[int, tuple[str, str]], group: Group, own: Exception 
         if name not in shared:
             if own is not None and _kind(own) not in shared:
                 return own
-            kind = getattr(errors, name, None)
-            if isinstance(kind, type) and issubclass(kind, CheckpointError):
+            kind = named(name)
+            if kind is not None:
                 return kind(f"rank {rank}: {text}")
             return CheckpointError(f"rank {rank} failed: {name}: {text}")
     decisive = next(kind for kind in _SHARED if any(name == kind.__name__ for name, _ in failures.values()))

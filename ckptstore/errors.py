@@ -97,9 +97,13 @@ class WaitTimeout(CheckpointError, TimeoutError):
     """The time-out given to a wait passed; the message says who was waited for."""
 
 
+def named(name: str) -> type[CheckpointError] | None:
+    """The class of this tree that has the name."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, CheckpointError) else None
+
+
 def by_name(name: str, message: str) -> CheckpointError:
     """The error called `name`, for outcomes that arrive as text from the agent."""
-    found = globals().get(name)
-    if isinstance(found, type) and issubclass(found, CheckpointError):
-        return found(message)
-    return SaveFailed(f"{name}: {message}")
+    kind = named(name)
+    return SaveFailed(f"{name}: {message}") if kind is None else kind(message)

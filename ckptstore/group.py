@@ -83,11 +83,15 @@ class Group:
                 time.sleep(_POLL)
         return bool(self._store.check(keys))
 
-    def pass_by(self, mark: str, old: str) -> None:
-        """Let ranks that wait for a meeting at `mark` know that this one goes on without; in the background."""
+    def pass_by(self, mark: str, old: str | None = None) -> None:
+        """Let ranks that wait for a meeting at `mark` know that this one goes on without; in the background.
+
+        :param old: a mark that no rank can wait at any more.
+        """
         if self._group is not None:
             self._background.submit(self._store.set, f"{self._name}/passed/{mark}", "")
-            self._background.submit(self._store.delete_key, f"{self._name}/passed/{old}")
+            if old is not None:
+                self._background.submit(self._store.delete_key, f"{self._name}/passed/{old}")
 
     def passed(self, mark: str) -> bool:
         """Whether some rank has gone on without a meeting at `mark`."""

@@ -18,6 +18,7 @@ from ..errors import (
     ReplicaMismatch,
     SaveFailed,
     StorageFull,
+    Superseded,
     by_name,
 )
 from ..format import document
@@ -51,10 +52,10 @@ class NodeSave:
             self.backend, self.attempt, self.node, persister.incarnation, persister.index, persister.pool
         )
         self.seen: dict[int, tuple[bytes, Part]] = {}
+        self.bytes_state = 0  #: of this node's chunks
         self.own_intent = False
         self.again = any(s.again for s in self.submissions)  #: an agent before this one may have got further
         self.part_begun = False
-        self.committed = False
 
     async def run(self) -> dict[str, Any]:
         started = time.monotonic()
@@ -62,7 +63,10 @@ class NodeSave:
         await self._declare()
         self._agree()
         if self.attempt.generation:  # what it would replace may be what a newer run stands on
-            await committing.check_outrun(self.backend, self.attempt)
+            try:
+                await committing.check_outrun(self.backend, self.attempt)
+            except Superseded as error:
+                return await self.give_up(error)
         if not self.own_intent:
             await committing.look(self.backend, self.attempt, self.node, self.seen)
         if self.node not in self.seen:
@@ -77,7 +81,6 @@ class NodeSave:
 
     async def _finish(self, found: Commit | Aborted) -> dict[str, Any]:
         if isinstance(found, Commit):
-            self.committed = True
             if self.node in self.seen:
                 self.persister.index.replace([self.seen[self.node][1]])
             await self._withdraw()
@@ -189,7 +192,9 @@ class NodeSave:
         owned = [(s, chunk) for s in self.submissions for chunk in s.plan.chunks]
         blobs = [_values(s) for s in self.submissions]
         views = [s.read(chunk.offset, chunk.size) for s, chunk in owned]
-        places = await self.packer.store([*views, *(memoryview(blob) for blob, _ in blobs if blob)])
+        views += [memoryview(blob) for blob, _ in blobs if blob]
+        self.bytes_state = sum(map(len, views))
+        places = await self.packer.store(views)
         extents = [
             Extent(piece.key, piece.start, piece.length, piece.skip, place)
             for (_, chunk), place in zip(owned, places, strict=False)
@@ -203,10 +208,7 @@ class NodeSave:
 
     def _header(self, extents: list[Extent]) -> dict[str, Any]:
         first = self.submissions[0]
-        chunks = {(e.chunk.pack, e.chunk.offset): e.chunk for e in extents if e.chunk.pack}
-        packs = {chunk.pack for chunk in chunks.values()}
-        state = sum(chunk.size for s in self.submissions for chunk in s.plan.chunks)
-        state += sum(len(_values(s)[0]) for s in self.submissions)
+        packs = {extent.chunk.pack for extent in extents if extent.chunk.pack}
         return {
             "step": self.attempt.step,
             "run": self.attempt.run,
@@ -219,7 +221,7 @@ class NodeSave:
             "ranks": [s.plan.rank for s in self.submissions],
             "packs": self.persister.index.describe(packs, self.packer.packs),
             "layouts": first.plan.layouts,
-            "bytes_state": state,
+            "bytes_state": self.bytes_state,
             "bytes_written": self.packer.bytes_written,
             "metrics": first.metrics,
             "pin": first.pin,

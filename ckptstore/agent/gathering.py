@@ -36,6 +36,7 @@ class Gathering:
 
     attempt: Attempt
     expected: tuple[int, ...]
+    client: Client  #: whose settings and credentials count: that of the rank that came first
     got: dict[int, tuple[Submission, Client]] = field(default_factory=dict)
     deadline: asyncio.TimerHandle | None = None
 
@@ -78,7 +79,7 @@ class Saves:
         attempt, ranks = submission.attempt, submission.plan.local_ranks
         key = (attempt.run, attempt.ordinal)
         if key not in self._gatherings:
-            gathering = self._gatherings[key] = Gathering(attempt, ranks)
+            gathering = self._gatherings[key] = Gathering(attempt, ranks, client)
             loop = asyncio.get_running_loop()
             gathering.deadline = loop.call_later(client.settings["timeout"], self._overdue, gathering)
         gathering = self._gatherings[key]
@@ -100,12 +101,8 @@ class Saves:
         self._refused[key] = error
         for old in list(self._refused)[:-_REFUSALS]:
             del self._refused[old]
-        gathering = self._gatherings.get(key)
-        if gathering is not None:
-            self._abort(gathering, error)
-        else:  # nobody here to be told, but there may be other nodes
-            alone = self._gatherings[key] = Gathering(attempt, ())
-            self._end(alone, lambda persister: persister.abandon(attempt, error, again=False), client)
+        # where no other rank has come, nobody here is to be told, but there may be other nodes
+        self._abort(self._gatherings.setdefault(key, Gathering(attempt, (), client)), error)
 
     def give_up_on_the_gone(self, nobody_left: bool) -> None:
         """Abort what waits for ranks that have ended; with nobody left, all that waits."""
@@ -128,27 +125,24 @@ class Saves:
     async def _recall(self, gathering: Gathering) -> None:
         """Answer at once for an attempt that an agent before this one has ended; its other ranks may know already."""
         try:
-            client = next(iter(gathering.got.values()))[1]
-            backend = self._persister(gathering.attempt.run, client).backend
-            found = await lineage.read_slot(backend, gathering.attempt.slot)
+            found = await lineage.read_slot(self._persister(gathering).backend, gathering.attempt.slot)
         except (BackendError, CheckpointError) as error:
             log.warning("%s cannot be read: %s", gathering.attempt.slot, error)
             return
         if found is not None and gathering in self._gatherings.values():
             self._end(gathering, lambda persister: persister.conclude(found))
 
-    def _end(self, gathering: Gathering, work: Work, client: Client | None = None) -> None:
+    def _end(self, gathering: Gathering, work: Work) -> None:
         """Do what ends the attempt, and tell its ranks how it ended."""
-        client = client or next(iter(gathering.got.values()))[1]
         del self._gatherings[gathering.attempt.run, gathering.attempt.ordinal]
         if gathering.deadline:
             gathering.deadline.cancel()
-        self._start(self._finish(gathering, work, client))
+        self._start(self._finish(gathering, work))
 
-    async def _finish(self, gathering: Gathering, work: Work, client: Client) -> None:
+    async def _finish(self, gathering: Gathering, work: Work) -> None:
         answer: wire.Message = {"error": None}
         try:
-            answer["stats"] = await work(self._persister(gathering.attempt.run, client))
+            answer["stats"] = await work(self._persister(gathering))
         except CheckpointError as error:
             answer = {"error": type(error).__name__, "message": str(error)}
         except Exception as error:  # the handle must end, whatever is wrong here
@@ -162,7 +156,8 @@ class Saves:
         if answer["error"]:
             gc.collect()  # a failure's traceback refers to the segments, and in a circle, so they would stay mapped
 
-    def _persister(self, run: int, client: Client) -> Persister:
+    def _persister(self, gathering: Gathering) -> Persister:
+        run, client = gathering.attempt.run, gathering.client
         if run not in self._persisters:
             backend = open_backend(self.url, client.environment)
             age, base = client.settings["dedup_max_age"], self.bases.get(run)

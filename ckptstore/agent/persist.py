@@ -18,7 +18,6 @@ from ..errors import (
     ReplicaMismatch,
     SaveFailed,
     StorageFull,
-    Superseded,
     by_name,
 )
 from ..format import part as part_format
@@ -65,10 +64,6 @@ class Persister:
             except (BackendError, CorruptCheckpoint) as error:
                 failure = SaveFailed(str(error))
             except (SaveFailed, ReplicaMismatch) as error:
-                failure = error
-            except Superseded as error:
-                if work.committed:
-                    raise
                 failure = error
             except CheckpointError:
                 raise  # the slot is filled

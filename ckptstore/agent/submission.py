@@ -131,7 +131,7 @@ class Submission:
     attempt: Attempt
     segment: Segment
     values: list[SubmittedValue]
-    digests: list[tuple[SliceKey, bytes, bool]]  #: of large replicas, in the saves that compare those too
+    digests: list[tuple[SliceKey, bytes, bool]]  #: of larger replicas, in the saves that compare those too
     metrics: dict[str, Any] | None
     pin: bool
     run_id: str = ""

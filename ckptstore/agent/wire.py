@@ -4,7 +4,8 @@ They meet at a pathname socket in a folder that only this user can enter, named 
 another user, another store or another version of this program never answers. Frames are JSON; segments travel as
 descriptors beside them.
 
-Trainer to agent: ``hello``, ``plan`` (a structure, once), ``submit`` (a snapshot; with its segment), ``close``.
+Trainer to agent: ``hello``, ``plan`` (a structure, once), ``submit`` (a snapshot; with its segment), ``refuse`` (this
+rank's snapshot will not come), ``close``.
 Agent to trainer: ``welcome``, ``refused``, ``accepted``, ``outcome``, ``closed``.
 """
 

@@ -36,7 +36,7 @@ def decode(data: bytes, name: object, *kinds: str) -> Body:
     if len(data) > LIMIT:
         raise CorruptCheckpoint(f"{name}: {len(data)} bytes are more than any document of this format has")
     try:  # the parser itself bounds the nesting: RecursionError
-        document = json.loads(data, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        document = loads(data)
         if (
             not isinstance(document, dict)
             or set(document) != {"body", "digest"}
@@ -54,6 +54,14 @@ def decode(data: bytes, name: object, *kinds: str) -> Body:
     if body.get("kind") not in kinds:
         raise CorruptCheckpoint(f"{name}: is a {body.get('kind')!r} where a {' or '.join(kinds)} was expected")
     return body
+
+
+def loads(data: bytes) -> Any:
+    """What untrusted JSON holds.
+
+    :raises ValueError: it is none, has a key twice in one object, or NaN or Infinity. :raises RecursionError: too deep.
+    """
+    return json.loads(data, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,13 +7,12 @@ behind by a later resume is abandoned: hidden from `latest`, kept until pruned.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from backends.base import Backend
 from backends.errors import NotFound
 
-from ..errors import CorruptCheckpoint, StepNotFound
+from ..errors import CorruptCheckpoint
 from ..format import commit as commits
 from ..format import document, keys
 from ..format.commit import Aborted, Commit
@@ -107,22 +106,6 @@ async def read_slot(backend: Backend, slot: Slot) -> Commit | Aborted | None:
         return None
 
 
-async def newest_first(backend: Backend, history: History) -> AsyncIterator[Commit | CorruptCheckpoint]:
-    """The checkpoints of the lineage, newest step first, one a step; a slot that does not verify comes as its error."""
-    last = None
-    for slot in history.visible():
-        if slot.step == last:
-            continue
-        try:
-            found = await read_slot(backend, slot)
-        except CorruptCheckpoint as error:
-            yield error
-            continue
-        if isinstance(found, Commit):
-            last = slot.step
-            yield found
-
-
 async def steps(backend: Backend) -> list[Commit]:
     """The checkpoints of the lineage, lowest step first; what does not verify is left out."""
     history = await read(backend)
@@ -142,17 +125,3 @@ async def steps(backend: Backend) -> list[Commit]:
         if commit is not None:
             newest.setdefault(commit.attempt.step, commit)
     return sorted(newest.values(), key=lambda commit: commit.attempt.step)
-
-
-async def find(backend: Backend, step: int) -> Commit:
-    """The checkpoint of this step in the lineage.
-
-    :raises StepNotFound: there is none. :raises CorruptCheckpoint: its commit does not verify.
-    """
-    history = await read(backend)
-    slots = [slot for slot in history.visible() if slot.step == step]
-    for slot in slots:
-        found = await read_slot(backend, slot)
-        if isinstance(found, Commit):
-            return found
-    raise StepNotFound(f"no checkpoint of step {step} in {backend.url}; steps() lists those there are")

@@ -43,7 +43,7 @@ def holders(group: Group, rows: Sequence[Row]) -> list[tuple[int, ...]]:
 
     :raises ReplicaMismatch: ranks hold different content under one name; on all ranks alike.
     :raises StateError: shapes or element types differ, or boxes leave a part of a tensor to nobody.
-    :raises WaitTimeout: some ranks did not come.
+    :raises CheckpointError: another rank died or stopped.
     """
     letters: list[list[Row]] = [[] for _ in range(group.size)]
     sent: list[tuple[int, int]] = []

@@ -68,12 +68,7 @@ class AgentClient:
         with self._lock:
             self._pending[pending.handle.run, pending.handle.ordinal] = pending
             self._have_reader()
-            if self._socket is not None:
-                try:
-                    self._send(pending)
-                except OSError as error:
-                    log.info("the agent cannot be told: %s", error)
-                    self._hang_up(self._socket)
+            self._tell(lambda line: self._send(line, pending))
 
     def ensure(self) -> None:
         """Have an agent. :raises AgentLost: none could be started. :raises ConfigError: the runtime folder is bad."""
@@ -89,34 +84,21 @@ class AgentClient:
 
     def introduce(self, run: Started, plan: RankPlan) -> None:
         """Tell the agent which rank this is: should it end before it submits, the others need not wait for it."""
-        with self._lock:
-            if self._socket is not None:
-                try:
-                    self._send_plan(run, plan)
-                except OSError as error:
-                    log.info("the agent cannot be told: %s", error)
-                    self._hang_up(self._socket)
+        self._tell(lambda line: self._send_plan(line, run, plan))
 
     def refuse(self, attempt: Attempt, rank: int, error: CheckpointError) -> None:
         """Tell that this rank's part of an attempt will not come, so that nobody waits for it."""
         kind = StructureChanged if isinstance(error, StructureChanged) else SaveFailed
         reason = f"rank {rank}: {type(error).__name__}: {error}"
         message = {"type": "refuse", "attempt": attempt.to_json(), "error": kind.__name__, "reason": reason}
-        with self._lock:
-            if self._socket is not None:
-                try:
-                    sharedmem.send(self._socket, wire.pack(message))
-                    return
-                except OSError as gone:
-                    log.info("the agent cannot be told: %s", gone)
-                    self._hang_up(self._socket)
-        self.settle(attempt, kind(reason))
+        if not self._tell(lambda line: sharedmem.send(line, wire.pack(message))):
+            self.settle(attempt, kind(reason))
 
     def say_goodbye(self) -> None:
         """Tell the agent that no more saves will come from here."""
         with self._lock:
             self._closing = True
-            self._send_close()
+            self._tell(_send_close)
 
     def close(self) -> None:
         """Say goodbye. Saves on their way go on, and their handles still hear how they end."""
@@ -127,34 +109,42 @@ class AgentClient:
         if inprocess is not None:  # it ends with this process, so let it finish
             inprocess.join(self.settings.timeout)
 
-    def _send(self, pending: Pending) -> None:
-        assert self._socket is not None
-        self._send_plan(pending.run, pending.plan)
+    def _tell(self, send: Callable[[socket.socket], None]) -> bool:
+        """Say something to the agent, if there is one; whether that went well.
+
+        If not, the line is ended: the reader wakes, finds another agent, and submits again what is pending.
+        """
+        with self._lock:
+            if self._socket is None:
+                return False
+            try:
+                send(self._socket)
+            except OSError as error:
+                log.info("agent %s cannot be told: %s", self.agent_pid, error)
+                _hang_up(self._socket)
+                return False
+            return True
+
+    def _send(self, line: socket.socket, pending: Pending) -> None:
+        self._send_plan(line, pending.run, pending.plan)
         message = {**pending.message, "run_id": pending.run.run.id, "again": pending.sent > 0}
         pending.sent += 1
-        sharedmem.send(self._socket, wire.pack(message), [pending.buffer.segment.fd])
+        sharedmem.send(line, wire.pack(message), [pending.buffer.segment.fd])
 
-    def _send_plan(self, run: Started, plan: RankPlan) -> None:
-        assert self._socket is not None
+    def _send_plan(self, line: socket.socket, run: Started, plan: RankPlan) -> None:
         if self._sent_plan == (run.run.number, plan.fingerprint):
             return
         base = None if run.run.base is None else run.run.base.to_json()
         message = {"type": "plan", "run": run.run.number, "base": base, "plan": plan.to_json()}
-        sharedmem.send(self._socket, wire.pack(message))
+        sharedmem.send(line, wire.pack(message))
         self._sent_plan = (run.run.number, plan.fingerprint)
 
-    def _send_close(self) -> None:
-        if self._socket is not None:
-            try:
-                sharedmem.send(self._socket, wire.pack({"type": "close"}))
-            except OSError:
-                log.info("the agent had ended before it was closed")
-
-    def _hang_up(self, connection: socket.socket | None) -> None:
-        """End a line for all who hold it, forked children too. The reader wakes, finds another agent, submits again."""
-        if connection is not None:
-            with contextlib.suppress(OSError):  # the agent may have hung up first
-                connection.shutdown(socket.SHUT_RDWR)
+    def _send_all(self, line: socket.socket) -> None:
+        """What a new agent must know."""
+        for _, pending in sorted(self._pending.items()):
+            self._send(line, pending)
+        if self._closing:
+            _send_close(line)
 
     def _install(self, connection: socket.socket, pid: int) -> None:
         self._socket, self.agent_pid, self._sent_plan = connection, pid, None
@@ -232,7 +222,7 @@ class AgentClient:
             try:
                 while not self._hear(wire.unpack(sharedmem.recv(connection, limit=wire.LIMIT)[0])):
                     pass
-                self._hang_up(connection)
+                _hang_up(connection)
                 connection.close()
                 return
             except (OSError, EOFError, ValueError) as error:
@@ -256,14 +246,7 @@ class AgentClient:
             return None
         with self._lock:
             self._install(connection, pid)
-            try:
-                for _, pending in sorted(self._pending.items()):
-                    self._send(pending)
-                if self._closing:
-                    self._send_close()
-            except OSError as error:
-                log.info("agent %d cannot be told: %s", pid, error)
-                self._hang_up(connection)
+            self._tell(self._send_all)
         return connection
 
     def _hear(self, message: wire.Message) -> bool:
@@ -292,3 +275,13 @@ class AgentClient:
             pending = self._pending.pop(attempt)
             self.release(pending.buffer)
             pending.handle.finish(self.settle(Attempt(*pending.message["attempt"]), lost))
+
+
+def _send_close(line: socket.socket) -> None:
+    sharedmem.send(line, wire.pack({"type": "close"}))
+
+
+def _hang_up(line: socket.socket) -> None:
+    """End a line for all who hold it, forked children too."""
+    with contextlib.suppress(OSError):  # the agent may have hung up first
+        line.shutdown(socket.SHUT_RDWR)

@@ -78,7 +78,6 @@ class Saver:
         self._ordinal = 0
         self._replanned = 0  #: the ordinal of the last save that planned anew because of one before
         self._recent: dict[int, SaveHandle] = {}  #: by ordinal
-        self._superseded: Superseded | None = None
         self._by_step: dict[int, SaveHandle] = {}
 
     def save(self, request: Request) -> SaveHandle:
@@ -103,7 +102,7 @@ class Saver:
             buffer = self._pool.take(room_for(plan, captured), self.settings.timeout, self._uploading)
             message = self._copy(request, attempt, captured, plan, buffer)
         except BaseException as error:  # other ranks' part of this save must not wait for ours
-            self.group.pass_by(_mark(attempt), "")
+            self.group.pass_by(_mark(attempt))
             failure = error if isinstance(error, CheckpointError) else SaveFailed(f"{type(error).__name__}: {error}")
             self._client.refuse(attempt, self.group.rank, failure)
             handle.finish(failure)
@@ -144,7 +143,7 @@ class Saver:
 
     def restart(self, loaded: int | None) -> None:
         """The next save starts a new run, which goes on from step `loaded`."""
-        self.loaded, self._run, self._superseded, self._replanned = loaded, None, None, 0
+        self.loaded, self._run, self._replanned = loaded, None, 0
         self._by_step.clear()
         self._recent.clear()
 
@@ -293,12 +292,12 @@ class Saver:
             if not handle.done() and (self.settings.on_error == "warn" or alone):
                 continue
             told, error = handle.observed, handle.peek(self.settings.timeout)
+            if isinstance(error, Superseded) and self._is_current(handle):
+                continue  # which every save of this run raises
             self.handles.remove(handle)
             if error is None and self._by_step.get(handle.step) is handle:
                 del self._by_step[handle.step]  # stored, as run.steps says
-            if isinstance(error, Superseded) and self._is_current(handle):
-                self._superseded = error
-            elif error is not None and self.settings.on_error == "raise":
+            if error is not None and self.settings.on_error == "raise":
                 if not (alone and told):
                     raise error
             elif error is not None and not told:
@@ -308,9 +307,8 @@ class Saver:
         for handle in self.handles:
             error = handle.peek(0) if handle.done() and self._is_current(handle) else None
             if isinstance(error, Superseded):
-                self._superseded = error
-        if self._superseded is not None:
-            raise self._superseded
+                handle.observed = True
+                raise error
 
     def _is_current(self, handle: SaveHandle) -> bool:
         return self._run is not None and handle.run == self._run.run.number

@@ -42,7 +42,7 @@ class SavePlan:
 
 
 class Planner:
-    """Makes and keeps the plan; its collectives run when this rank's structure has changed, which all ranks' must."""
+    """Makes and keeps the plan. When to make it anew, all ranks together, is the caller's to know."""
 
     def __init__(self, group: Group, node: str, settings: Mapping[str, Any]) -> None:
         """:param settings: those that all ranks must have alike."""
@@ -57,7 +57,7 @@ class Planner:
     def make(self, captured: Captured) -> SavePlan:
         """A new plan. Collective.
 
-        :raises ReplicaMismatch, StateError: on every rank alike. :raises WaitTimeout: some ranks did not come.
+        :raises ReplicaMismatch, StateError: on every rank alike. :raises ConfigError: ranks' settings differ.
         """
         structure = _structure(captured)
         held = agreement.holders(self.group, _rows(captured))

@@ -102,9 +102,9 @@ class Pool:
                 fitting = next((buffer for buffer in free if buffer.segment.size >= size), None)
                 if fitting is None and free:
                     self._drop(free[0])
-                    free.pop(0)
                 if fitting is None and len(self._buffers) < self.limit:
-                    fitting = self._add(with_slack(size))
+                    fitting = self._make(size)
+                    self._buffers.append(fitting)
                 if fitting is not None:
                     fitting.busy = True
                     return fitting
@@ -126,11 +126,11 @@ class Pool:
                 missing = self.limit - len(self._buffers)
             for _ in range(missing):
                 try:
-                    segment = _segment(with_slack(size), self.host_memory, self.held + size)
+                    buffer = self._make(size)
                 except StorageFull:
                     return  # the save that needs it will say so
                 with self._changed:
-                    self._buffers.append(Buffer(segment))
+                    self._buffers.append(buffer)
 
         if self._warming is None and len(self._buffers) < self.limit:
             self._warming = threading.Thread(target=work, name="ckptstore-warm", daemon=True)
@@ -150,10 +150,9 @@ class Pool:
                 if not buffer.busy:
                     self._drop(buffer)
 
-    def _add(self, size: int) -> Buffer:
-        buffer = Buffer(_segment(size, self.host_memory, self.held + size))
-        self._buffers.append(buffer)
-        return buffer
+    def _make(self, size: int) -> Buffer:
+        size = with_slack(size)
+        return Buffer(_segment(size, self.host_memory, self.held + size))
 
     def _drop(self, buffer: Buffer) -> None:
         self._buffers.remove(buffer)

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from ckptstore.errors import CorruptCheckpoint, UnsupportedValue
+from ckptstore.format.document import loads
 from ckptstore.state.markers import Sharded
 from ckptstore.state.names import join
 from ckptstore.state.tensors import is_tensor
@@ -169,21 +170,10 @@ def decode(data: bytes, tensors: Callable[[str], object] | None = None) -> objec
     if len(data) > MAX_BYTES:
         raise CorruptCheckpoint(f"a plain value of {len(data)} bytes, more than {MAX_BYTES}")
     try:
-        tree = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse)
+        tree = loads(data)
         return _Decoder(tensors).node(tree, 0)
     except (ValueError, TypeError, LookupError, RecursionError, struct.error) as error:
         raise CorruptCheckpoint(f"a plain value does not decode: {type(error).__name__}: {error}") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key twice in one object")
-    return made
-
-
-def _refuse(literal: str) -> Any:
-    raise ValueError(f"{literal} is not JSON")
 
 
 class _Decoder:
